@@ -249,6 +249,15 @@ def of_heads(policy: Policy, heads: range, count: int) -> Policy:
     return Evicted(policy.scores[:, part.start : part.stop], budget)
 
 
+def of_rows(policy: Policy, rows: Tensor | slice | None) -> Policy:
+    """The policy for some rows of a call; None for all."""
+    if rows is None or not isinstance(policy, Indices):
+        return policy
+    if isinstance(rows, slice):
+        return Indices(policy.keys[:, :, rows])
+    return Indices(policy.keys.to(rows.device).index_select(2, rows))
+
+
 def _some(amount: Amount, heads: range, count: int) -> Amount:
     """The numbers of some heads, if there is one for each of so many."""
     several = isinstance(amount, tuple) and len(amount) == count

@@ -83,6 +83,16 @@ class RowResults(NamedTuple):
         """The totals that turn logits into weights; exact if log_total was asked for."""
         return RowTotals.known(self.lse, self.max_logit, self.log_total)
 
+    def weight_of(self, part: RowResults) -> Tensor:
+        """The weight of the rows on some of their keys, from a pass over those without sinks.
+
+        Both passes have log_total. A row that sees none of those keys has weight 0.
+        """
+        assert self.log_total is not None and part.log_total is not None
+        none = part.max_logit == -torch.inf
+        above = (part.max_logit - self.max_logit).masked_fill(none, 0)
+        return (above + part.log_total - self.log_total).exp().masked_fill(none, 0).clamp_max(1)
+
     def rows(self, **others: Tensor | None) -> RowResults:
         """The results as a kernel writes them, without out, and with others in place of some."""
         return self._replace(out=None, **others)  # type: ignore[arg-type]

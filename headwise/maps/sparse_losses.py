@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.core.policies import Indices, Policy, Window, check_policy, of_heads
+from headwise.core.policies import Policy, Window, check_policy, of_heads, of_rows
 from headwise.core.problem import Problem, Terms, without_autocast
 from headwise.core.row_sums import LOG_TOTAL, RowResults
 from headwise.engines.operators import CALL, define
@@ -115,28 +115,19 @@ def _computed(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     with torch.no_grad(), without_autocast(q.device):
         around: Selection | None = None
         for policy in within:
-            chosen = select(_of_rows(policy, rows), q, k, terms)
+            chosen = select(of_rows(policy, rows), q, k, terms)
             around = chosen if around is None else Joint(around, chosen)
         whole = Forward(q, k, v, terms, LOG_TOTAL, around).run()
         region = Region(q, k, v[..., :0], terms)
         wide = whole.lse.dtype
         found = [needed(region, whole.totals(), SHARE).to(wide)]
         for policy in policies:
-            chosen = select(_of_rows(policy, rows), q, k, terms)
+            chosen = select(of_rows(policy, rows), q, k, terms)
             chosen = chosen if around is None else Joint(around, chosen)
             bare = terms._replace(sinks=None)
             part = Forward(q, k, v, bare, LOG_TOTAL, chosen).run()
-            found += [_kept(whole, part), _error(whole, part, terms.sinks)]
+            found += [whole.weight_of(part), _error(whole, part, terms.sinks)]
         return torch.stack(found)
-
-
-def _kept(whole: RowResults, part: RowResults) -> Tensor:
-    """The weight on the kept keys."""
-    assert whole.log_total is not None
-    assert part.log_total is not None
-    none = part.max_logit == -torch.inf
-    above = (part.max_logit - whole.max_logit).masked_fill(none, 0)
-    return (above + part.log_total - whole.log_total).exp().masked_fill(none, 0).clamp_max(1)
 
 
 def _error(whole: RowResults, part: RowResults, sinks: Tensor | None) -> Tensor:
@@ -150,12 +141,6 @@ def _error(whole: RowResults, part: RowResults, sinks: Tensor | None) -> Tensor:
     away: Tensor = torch.linalg.vector_norm(out - own, dim=-1)
     error: Tensor = away / size.masked_fill(size == 0, torch.inf)
     return error
-
-
-def _of_rows(policy: Policy, rows: Tensor | None) -> Policy:
-    if rows is None or not isinstance(policy, Indices):
-        return policy
-    return Indices(policy.keys.to(rows.device).index_select(2, rows))
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from headwise.core.blocks import Unit
 from headwise.core.intervals import Mask
 from headwise.core.patterns import Between
-from headwise.core.policies import Indices, Policy
+from headwise.core.policies import Policy, of_rows
 from headwise.core.problem import Problem, Terms, without_autocast, without_dropout
 from headwise.core.row_sums import LOG_TOTAL, RowResults, RowTotals
 from headwise.core.spans import SPAN_PREFIX, Span, shown
@@ -36,7 +36,7 @@ class KeptKeys:
         terms = Terms._make(x.detach() if isinstance(x, Tensor) else x for x in self.terms)
         q, k = problem.q.detach(), problem.k.detach()
         with torch.no_grad(), without_autocast(q.device):
-            chosen = [select(_of_rows(x, problem.rows), q, k, terms) for x in policies]
+            chosen = [select(of_rows(x, problem.rows), q, k, terms) for x in policies]
         self.selection: Selection = reduce(Joint, chosen)
 
     def attend(self) -> Tensor:
@@ -91,12 +91,7 @@ class KeptKeys:
         # The same blocks as before, so that a logit is the one that was chosen, to the bit.
         some = Joint(self.selection, _Shown(bounds[0]))
         terms = problem.terms()._replace(sinks=None)
-        part = self._rows(terms, problem.v[..., :0], LOG_TOTAL, some)
-        assert rows.log_total is not None
-        assert part.log_total is not None
-        none = part.max_logit == -torch.inf
-        above = (part.max_logit - rows.max_logit).masked_fill(none, 0)
-        return (above + part.log_total - rows.log_total).exp().masked_fill(none, 0).clamp_max(1)
+        return rows.weight_of(self._rows(terms, problem.v[..., :0], LOG_TOTAL, some))
 
     def _few(self, names: Sequence[str]) -> list[tuple[str, Callable[[int], Mask]]]:
         """The masks of the few keys that statistics are about."""
@@ -110,13 +105,6 @@ class KeptKeys:
             "previous_mass": lambda _: Between(own - 1, own),
         }
         return [(name, masks[name]) for name in names]
-
-
-def _of_rows(policy: Policy, rows: Tensor | None) -> Policy:
-    """A policy for a sample of the rows."""
-    if rows is None or not isinstance(policy, Indices):
-        return policy
-    return Indices(policy.keys.to(rows.device).index_select(2, rows))
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from headwise.core.observation import Observation, sample_rows, with_max_logit
 from headwise.core.options import Options
 from headwise.core.patterns import Dense
 from headwise.core.place import Place
-from headwise.core.policies import Evicted, Indices, Policy, TopK, Window, check_policy
+from headwise.core.policies import Evicted, Indices, Policy, TopK, Window, check_policy, of_rows
 from headwise.core.problem import pose
 from headwise.core.spans import Span
 from headwise.core.steering import Segment
@@ -127,7 +127,7 @@ class ChangedCall:
         call = _biased(self.call, run.logs) if len(self.runs) == 1 else self._run(run)
         if not self.policies:
             return call.attend()
-        policies = [_of_rows(policy, run.rows) for policy in self.policies]
+        policies = [of_rows(policy, run.rows) for policy in self.policies]
         if len(policies) == 1:
             options = call.given.keywords()
             del options["engine"]
@@ -237,11 +237,6 @@ def _restricted(call: Call, policy: Policy, forgotten: int) -> Call | None:
     if not 0 < call.mask.pieces * near.pieces <= 2:
         return None
     return call.changed(mask=call.mask & near)
-
-
-def _of_rows(policy: Policy, rows: slice) -> Policy:
-    """A policy for some rows."""
-    return Indices(policy.keys[:, :, rows]) if isinstance(policy, Indices) else policy
 
 
 def _biased(call: Call, logs: Tensor | None) -> Call:
