@@ -76,23 +76,23 @@ class Triton(Engine):
         return None
 
     def attend(self, problem: Problem) -> Tensor:
-        terms = problem.terms(banded=True)
-        wants = _for_backward(problem, terms)
-        return self._results(problem, terms, wants).out
+        return self.run(problem, 0).out
 
     def observe(
         self, problem: Problem, names: tuple[str, ...], sink_keys: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         terms = problem.terms(banded=True)
-        wants = wanted(names) | _for_backward(problem, terms)
-        rows = self._results(problem, terms, wants)
+        rows = self._rows(problem, terms, wanted(names))
         return rows.out, self._host().complete(problem, terms, rows, names, sink_keys)
 
     def run(self, problem: Problem, wants: int) -> RowResults:
-        return self._results(problem, problem.terms(banded=True), wants)
+        return self._rows(problem, problem.terms(banded=True), wants)
 
-    def _results(self, problem: Problem, terms: Terms, wants: int) -> RowResults:
-        found: RowResults = self._forward(problem.q, problem.k, problem.v, *terms, wants)
+    def _rows(self, problem: Problem, terms: Terms, wants: int) -> RowResults:
+        tensors = (problem.q, problem.k, problem.v)
+        if calls.learns((*tensors, *terms)):  # the rounding of lse would show in the weights
+            wants |= LOG_TOTAL
+        found: RowResults = self._forward(*tensors, *terms, wants)
         return found
 
     def backward(self, problem: Problem) -> str:
@@ -128,12 +128,6 @@ class Triton(Engine):
         from headwise.engines.triton.host import attention_call
 
         return attention_call
-
-
-def _for_backward(problem: Problem, terms: Terms) -> int:
-    """Return what the backward needs besides out and lse, whose rounding would show in weights."""
-    tensors = (problem.q, problem.k, problem.v, *(x for x in terms if isinstance(x, Tensor)))
-    return LOG_TOTAL if calls.learns(tensors) else 0
 
 
 TRITON = Triton()
