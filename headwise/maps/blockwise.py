@@ -154,7 +154,7 @@ def row_totals(region: Region) -> Totals:
     if region.grad is None:
         return streaming_totals(region.q, region.k, region.terms)
     rows = region.q.shape[2]
-    best, product, base, total, value = (_zeros(region, rows) for _ in range(5))
+    best, product, base, total, value = (region.zeros(rows) for _ in range(5))
     best.fill_(-torch.inf), base.fill_(-torch.inf)
     key = torch.full_like(best, -1, dtype=torch.int32)
     if all(region.box.shape):
@@ -170,7 +170,7 @@ def row_totals(region: Region) -> Totals:
 
 def fill(region: Region, totals: Totals) -> Tensor:
     """Every number, (B, Hq, N, M)."""
-    out = _zeros(region, *region.box.shape[2:])
+    out = region.zeros(*region.box.shape[2:])
     for tile in tiles(region, totals):
         tile.of(out)[..., tile.rows, tile.columns] = tile.numbers
     return out.flatten(1, 2)
@@ -178,7 +178,7 @@ def fill(region: Region, totals: Totals) -> Tensor:
 
 def pool(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduction) -> Tensor:
     """One number for each cell, (B, Hq, row cells, key cells)."""
-    out = _zeros(region, len(rows), len(keys))
+    out = region.zeros(len(rows), len(keys))
     for tile in tiles(region, totals):
         strip = rows.pooled(tile.numbers, -2, tile.rows, how)
         pooled = keys.pooled(strip, -1, tile.columns, how)
@@ -191,7 +191,7 @@ def pool(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reductio
 
 def received(region: Region, totals: Totals) -> Tensor:
     """The sum of each key's numbers over the rows, (B, Hq, M)."""
-    out = _zeros(region, region.k.shape[2])
+    out = region.zeros(region.k.shape[2])
     for tile in tiles(region, totals):
         tile.of(out)[..., tile.columns] += tile.numbers.sum(-2)
     return out.flatten(1, 2)
@@ -199,7 +199,7 @@ def received(region: Region, totals: Totals) -> Tensor:
 
 def top(region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
     """The largest numbers of each row and their keys, (B, Hq, N, count) each; -1 for no key."""
-    ranks = _zeros(region, region.q.shape[2], count) - torch.inf
+    ranks = region.zeros(region.q.shape[2], count) - torch.inf
     numbers, found = torch.zeros_like(ranks), torch.full_like(ranks, -1, dtype=torch.int64)
     for tile in tiles(region, totals, ranked=True):
         assert tile.rank is not None
@@ -215,12 +215,6 @@ def top(region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
         return numbers.masked_fill_(found < 0, 0).flatten(1, 2), found.flatten(1, 2)
     # Vector instructions and what is left over may round equal numbers differently.
     return ranks.exp2_().cummin(-1).values.flatten(1, 2), found.flatten(1, 2)
-
-
-def _zeros(region: Region, *shape: int) -> Tensor:
-    """(B, Hkv, G, *shape)."""
-    batch, heads = region.k.shape[:2]
-    return region.q.new_zeros(batch, heads, region.group, *shape, dtype=region.wide)
 
 
 def _log(norms: Tensor) -> Tensor:

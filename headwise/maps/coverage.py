@@ -46,7 +46,7 @@ def kept(region: Region, totals: RowTotals, counts: list[int]) -> Tensor:
     """The weight of each row's largest keys, (B, Hq, N, counts)."""
     rows, keys = region.box.shape[2:]
     most = min(max(counts), keys)
-    out = _zeros(region, rows, len(counts))
+    out = region.zeros(rows, len(counts))
     place = torch.tensor([min(count, keys) - 1 for count in counts], device=out.device)
     for unit, rows_, best, _ in _largest(region, totals, most) if keys else ():
         _unit_part(out, unit)[..., rows_, :] = best.cumsum(-1)[..., place].to(out.dtype)
@@ -72,7 +72,7 @@ def recall(region: Region, totals: RowTotals, policy: Policy) -> Recall:
 def needed(region: Region, totals: RowTotals, share: float) -> Tensor:
     """How many of its largest weights make up a share of each row's sum, int64 (B, Hq, N)."""
     rows, keys = region.box.shape[2:]
-    out = _zeros(region, rows).long()
+    out = region.zeros(rows).long()
     for unit, rows_, best, total in _largest(region, totals, FIRST, share) if keys else ():
         reached = best.cumsum(-1) >= (total * share * (1 - ROUNDING))[..., None]
         count = (~reached).sum(-1) + 1
@@ -123,19 +123,13 @@ def _best(loop: RegionLoop, unit: Unit, rows: slice, most: int) -> tuple[Tensor 
 def _kept_mass(region: Region, totals: RowTotals, selection: Selection) -> tuple[Tensor, Tensor]:
     """How many visible keys a selection keeps, int64, and their weight, (B, Hq, N) each."""
     rows = region.q.shape[2]
-    keys, mass = _zeros(region, rows).long(), _zeros(region, rows).double()
+    keys, mass = region.zeros(rows).long(), region.zeros(rows).double()
     if all(region.box.shape):
         for tile in RegionLoop(region, totals, selection).tiles(ranked=True):
             tile.of(keys)[..., tile.rows] += (tile.numbers != -torch.inf).sum(-1)
             weights = tile.numbers.exp2_().sum(-1, dtype=torch.float64)
             tile.of(mass)[..., tile.rows] += weights
     return keys.flatten(1, 2), mass.to(region.wide).flatten(1, 2)
-
-
-def _zeros(region: Region, *shape: int) -> Tensor:
-    """(B, Hkv, G, *shape)."""
-    batch, heads = region.k.shape[:2]
-    return region.q.new_zeros(batch, heads, region.group, *shape, dtype=region.wide)
 
 
 def _unit_part(target: Tensor, unit: Unit) -> Tensor:

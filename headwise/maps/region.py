@@ -81,6 +81,11 @@ class Region:
         """The dtype that weights are computed in."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
+    def zeros(self, *shape: int) -> Tensor:
+        """Zeros (B, Hkv, G, *shape), a number or more for every query head."""
+        batch, heads = self.k.shape[:2]
+        return self.q.new_zeros(batch, heads, self.group, *shape, dtype=self.wide)
+
     def at(self, rows: Tensor) -> Region:
         """These query rows of all heads, by their numbers."""
         return replace(

@@ -68,6 +68,10 @@ class Packed(Cache):
     def place(self, mask: Mask | None, queries: int) -> Mask | None:
         return mask
 
+    def rollback(self, count: int) -> None:
+        self._check_rollback(count)
+        self._length -= count
+
     def _check(self, keys: Tensor, values: Tensor) -> None:
         super()._check(keys, values)
         if needs_grad(keys, values):
@@ -157,10 +161,6 @@ class Int8Cache(Packed):
             key_scales=self._key_scales,
             value_scales=self._value_scales,
         )
-
-    def rollback(self, count: int) -> None:
-        self._check_rollback(count)
-        self._length -= count
 
     def reorder(self, index: Tensor) -> None:
         super().reorder(index)

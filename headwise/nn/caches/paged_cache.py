@@ -191,8 +191,7 @@ class PagedCache(Packed):
         return Stored(self.pool.keys, self.pool.values, self._length, pages=self._pages())
 
     def rollback(self, count: int) -> None:
-        self._check_rollback(count)
-        self._length -= count
+        super().rollback(count)
         kept = -(-self._length // self.pool.page)
         for table in self._tables:
             self.pool.give_back(table[kept:])
