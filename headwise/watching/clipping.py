@@ -19,7 +19,8 @@ from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recording import Recording
 from headwise.watching.training_steps import SteppedRecording
 
-HARMLESS = ("out", "o_", "v_", "value", "post", "final", "pre_", "input", "attn_sub", "inner_attn")
+HARMLESS = ("out", "o_", "v_", "value", "post", "final", "pre_", "input", "attn_sub", "inner_attn",
+            "q_a_", "kv_a_")  # fmt: skip
 """Prefixes of norms that come before the queries and keys, or after the output."""
 
 OF_OUTPUT = "LayerNorm"
@@ -108,7 +109,9 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> Sequence
     The rows of W_q and W_k that belong to such a head, and of their biases, are multiplied by
     √(limit / max), so that its largest logit for the same input is `limit`. Keys that several heads
     share shrink as little as the head with the smallest excess needs, and the queries make up the
-    rest: every head gets its own factor exactly, and no weight grows. Tied weights are scaled once,
+    rest: every head gets its own factor exactly, and no weight grows. In latent attention (MLA) the
+    rotary key, which all heads share, stays, and the rotary part of a head's queries takes the
+    whole factor. Tied weights are scaled once,
     and those that make something else stay as they are. Call it after the optimiser's step; the
     figures of a step are used once. The optimiser's state stays as it is. Nothing waits for a GPU:
     the largest logits are read there, and what was clipped when somebody looks.

@@ -6,7 +6,7 @@ make something else too: each is scaled once, by what all who use it agree to, o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -117,6 +117,7 @@ class HeadScaling:
             rest = factor / share.repeat_interleave(len(factor) // layer.groups)
             _multiply(layer.weights.keys, share, done)
             _multiply(layer.weights.queries, rest, done)
+            _multiply(layer.weights.turned, factor, done)
 
     def _used_elsewhere(self, model: nn.Module) -> Iterator[tuple[str, str, str]]:
         """Layers, "queries" or "keys", and the name of another use of a weight that makes them."""
@@ -195,7 +196,7 @@ def _address(x: Tensor) -> Address:
     return x.untyped_storage().data_ptr(), int(x.storage_offset())
 
 
-def _multiply(parameters: list[Tensor], factor: Tensor, done: set[Address]) -> None:
+def _multiply(parameters: Sequence[Tensor], factor: Tensor, done: set[Address]) -> None:
     """Multiply each parameter (heads, ...) by factors (heads,), unless that was done."""
     for x in parameters:
         if _address(x) not in done:

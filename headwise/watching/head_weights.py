@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,13 +20,15 @@ class QueryKeyWeights(NamedTuple):
 
     queries and keys: (H, width, inputs) of a weight, (H, width) of its bias. If `shared`, keys are
     made by the queries' parameters, and `keys` is empty. `names` are those of the layers, or of the
-    parameters, that make queries, and of those that make keys.
+    parameters, that make queries, and of those that make keys. `turned` are queries for one key
+    that all heads share and that stays as it is: the rotary part of latent attention (MLA).
     """
 
     queries: list[Tensor]
     keys: list[Tensor]
     shared: bool = False
     names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    turned: Sequence[Tensor] = ()
 
 
 @contextmanager
@@ -64,7 +66,7 @@ STACKED = ("qkv_proj", "Wqkv", "qkv", "in_proj", "c_attn")
 
 def query_key_weights(module: nn.Module, name: str, heads: int) -> QueryKeyWeights:
     """The parameters that make a layer's queries and keys; ValueError if they are not known."""
-    for find in (_ours, _torch, _columns, _separate, _interleaved, _stacked):
+    for find in (_ours, _torch, _columns, _latent, _separate, _interleaved, _stacked):
         found = find(module, name, heads)
         if found is not None:
             return found
@@ -141,6 +143,27 @@ def _columns(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None
     queries = [part[0] for part in parts] if alone is None else _transposed(alone, name)
     names = ("c_attn" if alone is None else "q_attn",), ("c_attn",)
     return QueryKeyWeights([_by_head(x, name, heads) for x in queries], keys, names=names)
+
+
+def _latent(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
+    """Latent attention (MLA): DeepSeek, Kimi, GLM, MiniCPM3, absorbed or not."""
+    raised = getattr(module, "kv_b_proj", None)
+    if not isinstance(raised, nn.Module):
+        return None
+    first = "q_proj" if getattr(module, "q_b_proj", None) is None else "q_b_proj"
+    plain, rotary = (getattr(module, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
+    if not isinstance(plain, int) or not isinstance(rotary, int):
+        raise _unknown(name, "qk_nope_head_dim does not tell which outputs of kv_b_proj are keys")
+    queries = _linear(getattr(module, first), f"{name}.{first}", heads)
+    if queries[0].shape[1] != plain + rotary:
+        width = queries[0].shape[1]
+        raise _unknown(name, f"{first} makes queries of {width}, not of {plain} + {rotary}")
+    return QueryKeyWeights(
+        [x[:, :plain] for x in queries],
+        [x[:, :plain] for x in _linear(raised, f"{name}.kv_b_proj", heads)],
+        names=((first,), ("kv_b_proj",)),
+        turned=[x[:, plain:] for x in queries] if rotary else (),
+    )
 
 
 def _separate(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
@@ -248,7 +271,11 @@ def head_place(module: nn.Module, heads: int, width: int) -> tuple[int, int] | N
 
 
 def _query_weight(module: nn.Module) -> Any:
-    names = ("query",) if isinstance(module, MultiHeadAttention) else [q for q, _ in SEPARATE]
+    names = (
+        ["query"]
+        if isinstance(module, MultiHeadAttention)
+        else ["q_b_proj", *(q for q, _ in SEPARATE)]
+    )
     for name in names:
         found = getattr(getattr(module, name, None), "weight", None)
         if found is not None:
