@@ -151,6 +151,8 @@ def _latent(module: nn.Module, name: str, heads: int) -> QueryKeyWeights | None:
     if not isinstance(raised, nn.Module):
         return None
     first = "q_proj" if getattr(module, "q_b_proj", None) is None else "q_b_proj"
+    if not isinstance(getattr(module, first, None), nn.Module):
+        return None
     plain, rotary = (getattr(module, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
     if not isinstance(plain, int) or not isinstance(rotary, int):
         raise _unknown(name, "qk_nope_head_dim does not tell which outputs of kv_b_proj are keys")

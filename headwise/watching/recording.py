@@ -17,6 +17,7 @@ from headwise.watching.alarms import Alarm, alarm_scalars
 from headwise.watching.logged import Course
 from headwise.watching.recorder.board import Board
 from headwise.watching.recorder.layer import WatchedLayer
+from headwise.watching.recorder.other_layers import OtherLayers
 from headwise.watching.table import Table, Value, scalars
 
 NAN = float("nan")
@@ -72,6 +73,16 @@ class Recording:
     def unread(self) -> list[str]:
         """The names of modules whose attention could not be read, and is left out."""
         return []
+
+    @property
+    def others(self) -> Table:
+        """The layers that mix tokens without a softmax: one row per head, with what it is.
+
+        Of a linear layer with decay: decay_mean, the mean factor of its state from a token to the
+        next; memory, the tokens after which 1/e is left at its mean logarithm; state_norm, the norm
+        of the state after a text. NaN where a recurrence was not seen.
+        """
+        return OtherLayers(kept=False).table()
 
     @property
     def last_step(self) -> int | None:

@@ -114,6 +114,19 @@ class SteppedRecording(Recording):
         return list(unread.reasons)
 
     @property
+    def others(self) -> Table:
+        return self._recorder.others.table()
+
+    def implied_map(self, name: str, head: int, batch: int = 0) -> Tensor:
+        """The weights (N, N), float64, with which a linear layer's outputs are sums of its values.
+
+        `name` is that of a layer of `seen.others`, in the last pass. They are exact: row i holds
+        what o_i has of every value, without a softmax, so they may be negative and sum to anything.
+        Known for Mamba-2, the gated delta rule and Kimi delta attention.
+        """
+        return self._recorder.others.implied_map(name, head, batch)
+
+    @property
     def series(self) -> list[Entry]:  # type: ignore[override]
         """The steps that were looked at, each with its table; waits for the last one to arrive."""
         self._settle()
@@ -287,7 +300,7 @@ class SteppedRecording(Recording):
         self._recorder.active = looking
 
     def _end_step(self) -> None:
-        registry = self._recorder.registry
+        registry, self._recorder.others.ended = self._recorder.registry, True
         registry.numbered = registry.numbered or bool(registry.layers)
         if self._recorder.active:
             failure = None

@@ -280,7 +280,7 @@ class Watch(SteppedRecording):
 
     def heads(self) -> Table:
         self.check()
-        if not self.layers and not self.series:
+        if not (self.layers or self.series or self._recorder.others.kinds):
             raise ValueError(
                 f"nothing was seen of this {type(self.model).__name__}: it did not run while it "
                 "was watched, or it runs compiled code"
@@ -424,7 +424,7 @@ class Watch(SteppedRecording):
                 f"no attention could be read in this {type(self.model).__name__}; "
                 + described(recorder.unread.reasons)
             )
-        if unseen and recorder.passes.count:
+        if unseen and recorder.passes.count and not recorder.others.kinds:
             raise ValueError(
                 f"no attention was found in this {type(self.model).__name__}. headwise reads its "
                 "own modules, nn.MultiheadAttention, F.scaled_dot_product_attention, "

@@ -11,6 +11,7 @@ from headwise.watching.adapters import (
     function_calls,
     headwise_calls,
     multi_head_calls,
+    recurrent_calls,
     torch_calls,
     transformers_calls,
 )
@@ -42,6 +43,7 @@ def attach(model: nn.Module, recorder: CallRecorder, enter: Enter) -> list[Undo]
         for adapter in (torch_calls, function_calls):
             undo += adapter.attach(model, listener)
         undo += transformers_calls.attach(model, listener)
+        undo += recurrent_calls.attach(model, listener)
     except BaseException:
         detach(undo)
         raise

@@ -24,6 +24,7 @@ from headwise.watching.recorder.interventions import Interventions
 from headwise.watching.recorder.layer import LARGEST, WatchedLayer
 from headwise.watching.recorder.layer_registry import LayerRegistry
 from headwise.watching.recorder.model_passes import ModelPasses, forgets
+from headwise.watching.recorder.other_layers import OtherLayers
 from headwise.watching.recorder.paged_record import PagedCall, PagedRecords
 from headwise.watching.recorder.proof import Proofs
 from headwise.watching.recorder.seen_call import (
@@ -57,6 +58,7 @@ class CallRecorder:
     unread: UnreadModules = field(init=False)
     proofs: Proofs = field(init=False)
     paged: PagedRecords = field(init=False)
+    others: OtherLayers = field(init=False)
     _computed: dict[Kind, tuple[str, ...]] = field(init=False)  # statistics of each kind of layer
     _observed: set[str] = field(default_factory=set)
     """Modules that were observed inside their own pass; a recomputation of them must be too."""
@@ -71,6 +73,7 @@ class CallRecorder:
         options = self.options
         stats = plain_statistics(options.stats)
         self.paged = PagedRecords(stats, options.maps, options.sink_keys)
+        self.others = OtherLayers(self.options.maps)
         self._computed = {kind: computed_statistics(self.options, kind) for kind in get_args(Kind)}
 
     def _end_pass(self) -> None:
