@@ -109,6 +109,8 @@ def differing(mesh: DeviceMesh, what: str) -> None:
     amap = hw.distributed.attention_map(q, q, **options)
     if what == "head":
         amap = amap.head(0, int(other == "head"))
+    if what == "pool":
+        amap.pool(2 if other else 3)
     amap.top(2 if other == "top" else 3)
 
 
@@ -129,6 +131,7 @@ def refused(mesh: DeviceMesh, what: str) -> str:
         ("lse", "rank 1 differs in lse: given there, None elsewhere"),
         ("layout", "failed before the call: ValueError: layout='no layout' is not a layout"),
         ("head", "the 3 largest weights of head (0, 1) there, the 3 largest weights of head (0, 0"),
+        ("pool", "the question: the mean of 2 by 2 cells"),
         ("top", "the question: the 2 largest weights there, the 3 largest weights elsewhere"),
     ],
 )

@@ -192,12 +192,13 @@ def test_a_compiled_model_reads_its_cache(kind: str, padded: bool) -> None:
 def test_a_number_that_may_fall_from_a_token_to_the_next_groups_none() -> None:
     start, table = torch.tensor([3]), torch.tensor([4, 0, 7, 1, 5, 2, 6, 3])
 
-    def groups(number: Any) -> Any:
+    def groups(number: Any, of_key: Any = None) -> Any:
         torch._dynamo.reset()
+        of_key = of_key or number
 
         @torch.compile(fullgraph=True, backend="eager")
         def found(x: Tensor) -> Any:
-            rule = read_rule(lambda b, h, i, j: number(b, i) == number(b, j), 1, 0, 8, x.device)
+            rule = read_rule(lambda b, h, i, j: number(b, i) == of_key(b, j), 1, 0, 8, x.device)
             return None if rule is None else rule.groups
 
         return found(torch.zeros(()))
@@ -211,3 +212,5 @@ def test_a_number_that_may_fall_from_a_token_to_the_next_groups_none() -> None:
         lambda b, token: (token - start[b]) // start[b],
     ):
         assert groups(number) is None
+    assert groups(lambda b, token: (token - start[b]) // 2, lambda b, token: token // 2) is None
+    assert groups(lambda b, token: token // 2, lambda b, token: token // 3) is None

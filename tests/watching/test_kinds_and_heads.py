@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import headwise as hw
+from headwise.core.options import Options
+from headwise.watching.recorder.seen_call import Call, of_head
 from tests.watching.test_unread import stand_in
 
 
@@ -193,3 +195,14 @@ def test_a_head_that_sees_no_key_has_no_figures_at_all() -> None:
     assert not any(math.isnan(float(first[name])) for name in figures)
     assert all(math.isnan(float(second[name])) for name in figures)
     assert not seen.alarms
+
+
+def test_one_head_of_a_grouped_call_has_its_own_keys_and_values() -> None:
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6)
+    call = Call(q, k, v, Options(mask=hw.mask.causal()))
+    whole = hw.attention_map(q, k, mask=hw.mask.causal())
+    for head in range(4):
+        one = of_head(call, range(1, 2), head)
+        found = hw.attention_map(one.q, one.k, **one.given.of_weights())
+        torch.testing.assert_close(found.to_tensor(), whole[1, head][None, None])
+        assert torch.equal(one.v, v[1:, head // 2, None])

@@ -89,7 +89,15 @@ def numbered(
 
 
 def _filled(parts: Sequence[LayerPart], names: Sequence[str]) -> tuple[LayerPart, ...]:
-    """The parts, with empty ones for the layers that a rank has not run; as they are if others."""
+    """The parts, with empty ones for the layers that a rank has not run; as they are if others.
+
+    >>> [part.heads for part in _filled([LayerPart("b", "self", 2)], ["a", "b"])]
+    [0, 2]
+    >>> [x.name for x in _filled([LayerPart(x, "self", 2) for x in "ba"], ["a", "b"])]
+    ['a', 'b']
+    >>> [x.name for x in _filled([LayerPart(x, "self", 2) for x in "bc"], ["a", "b"])]
+    ['b', 'c']
+    """
     known = {part.name: part for part in parts}
     if len(set(names)) < len(names) or not set(known) <= set(names):
         return tuple(parts)
