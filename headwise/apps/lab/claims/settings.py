@@ -39,8 +39,8 @@ from headwise.nn import Additive, MultiHeadAttention, Shared
 
 CHOICES: Mapping[str, Sequence[Any]] = {
     "task": ("recall", "relation"),
-    "length": (8, 16, 32),
-    "width": (16, 32, 64, 128),
+    "length": (8, 16),
+    "width": (16, 32, 64),
     "rate": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
     "warm": (0.02, 0.1, 0.3),
     "gain": (0.5, 1.0, 2.0),
@@ -91,7 +91,7 @@ def drawn(count: int) -> list[dict[str, Any]]:
 
 def in_settings(lab: Lab) -> list[Piece]:
     """The trainings of `settings`."""
-    count = lab.pick("settings", tiny=3, quick=60, full=100)
+    count = lab.pick("settings", tiny=3, quick=48, full=100)
     return [(f"setting-{number}", setting, each) for number, each in enumerate(drawn(count))]
 
 
