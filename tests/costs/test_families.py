@@ -159,3 +159,45 @@ def test_absurd_sizes_of_own_configs_are_counted_or_refused_at_once(name: str, s
     except (ValueError, TypeError):
         return
     assert found.params > 0
+
+
+class Somebodys(torch.nn.Module):
+    """Attention as anyone writes it, with PyTorch's function or with headwise's."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.qkv, self.out, self.call = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return self.out(self.call(*parts.unbind()).transpose(1, 2).flatten(2))
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return hw.attention(q, k, v, mask=hw.mask.causal())
+
+
+@pytest.mark.parametrize("call", [plain, own])
+def test_anybodys_module_is_counted_with_its_fused_attention(call: Any) -> None:
+    from tests.costs.test_saved import kept
+
+    module, x = Somebodys(call), torch.randn(2, 128, 64)
+    found = hw.cost(module, inputs=x, dtype="fp32", device="cpu")
+    assert found.flops == 2 * 2 * 128 * 64 * 4 * 64 + 4 * 2 * (128 * 129 // 2) * 64
+    assert found.flops_dense == 2 * 2 * 128 * 64 * 4 * 64 + 4 * 2 * 128 * 128 * 64
+    assert found.activations == kept(module, lambda: module(x))
+    steps = hw.cost(module, inputs=x, fused=False) if call is plain else found
+    assert steps.flops == found.flops
+    assert torch.nn.functional.scaled_dot_product_attention.__module__ != Somebodys.__module__
+
+
+def test_layers_of_pytorch_inside_a_module_are_counted_with_their_fused_attention() -> None:
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
+    alone = hw.cost(layer, batch=2, queries=32, dtype="fp32", device="cpu")
+    inside = hw.cost(torch.nn.Sequential(layer), inputs=torch.randn(2, 32, 64), dtype="fp32",
+                     device="cpu")  # fmt: skip
+    assert (inside.params, inside.flops) == (alone.params, alone.flops)

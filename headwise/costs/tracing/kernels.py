@@ -1,13 +1,16 @@
 """The functions that models call while they are traced: attention, its masks, and experts.
 
-transformers lets a function stand in for each. These compute nothing, and count the kernel that
-would run on the chosen device, under the mask that the model would use.
+transformers lets a function stand in for each; PyTorch's and headwise's own attention are replaced
+for the time of a trace. These compute nothing, and count the kernel that would run on the chosen
+device, under the mask that the model would use.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -15,8 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from headwise import api
 from headwise import mask as masks
+from headwise.bias import parts_of
 from headwise.core.intervals import Mask
 from headwise.core.mask_rules import by_rows, simple_mask
 from headwise.core.patterns import Causal
@@ -25,11 +31,15 @@ from headwise.costs.kernel import AttentionShape
 from headwise.costs.tally import again
 from headwise.costs.tracing.recorder import Recorder, storage_id
 from headwise.messages import say
+from headwise.score import Dot, Score, rewrite
 
 NAME = "headwise_cost"
 ANSWERED = 1 << 26  # pairs that an unknown rule is asked about at most
 
+SDPA = F.scaled_dot_product_attention
+
 _recorders: list[Recorder] = []
+_alone = threading.RLock()  # one trace at a time
 
 
 def register() -> None:
@@ -45,12 +55,18 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 
 
-def serve(recorder: Recorder | None) -> None:
-    """Count for this recorder, or, with None, for the one before."""
-    if recorder is None:
-        _recorders.pop()
-    else:
+@contextmanager
+def counting(recorder: Recorder) -> Iterator[None]:
+    """Count for this recorder, inside an outer one's block for it alone."""
+    with _alone:
         _recorders.append(recorder)
+        before = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = sdpa
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = before
+            _recorders.pop()
 
 
 def mask(
@@ -115,13 +131,11 @@ def attend(
     elif (getattr(module, "is_causal", True) if is_causal is None else is_causal) and queries > 1:
         found = masks.causal() if queries == keys else masks.causal(0)
     if recorder.work.fused and dropout and recorder.work.device == "cpu" and module.training:
-        # PyTorch has no fused kernel with dropout for a CPU, and takes the same steps on meta.
         plain = isinstance(found, Causal) and queries == keys
-        with recorder.under([(found, queries, keys)]):
-            made = F.scaled_dot_product_attention(
-                query, key, value, None if plain else attention_mask, dropout, plain,
-                scale=options.get("scaling"), enable_gqa=query.shape[1] != key.shape[1],
-            )  # fmt: skip
+        made = stepped(
+            recorder, found, query, key, value, None if plain else attention_mask, dropout, plain,
+            scale=options.get("scaling"), enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
         return made.transpose(1, 2).contiguous(), None
     if not recorder.work.fused:
         again_later = recorder.work.recompute == "attention"
@@ -130,11 +144,89 @@ def attend(
                 recorder, module, (query, key, value), attention_mask, found, dropout,
                 softcap=softcap, s_aux=s_aux, position_bias=position_bias, **options,
             ), None  # fmt: skip
-    made = Fused.apply(  # type: ignore[no-untyped-call]
-        query, key, value, position_bias, s_aux
-    )
-    count_attention(recorder, query, key, value, found, bool(softcap or options.get("softcapping")))
+    made = fused(recorder, query, key, value, found, position_bias, s_aux,
+                 softcap=bool(softcap or options.get("softcapping")))  # fmt: skip
     return made.transpose(1, 2).contiguous(), None
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's attention of q (…, N, E) over k and v."""
+    recorder = _recorders[-1]
+    if not query.is_meta or query.ndim not in (3, 4) or _recorders[-1].quiet:
+        return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                    enable_gqa=enable_gqa)  # fmt: skip
+    found: Mask | None = None
+    if attn_mask is not None:
+        found = recorder.mask_of(attn_mask)
+    elif is_causal:
+        found = masks.causal() if query.shape[-2] == key.shape[-2] else masks.causal(0)
+    if not recorder.work.fused or (dropout_p and recorder.work.device == "cpu"):
+        return stepped(recorder, found, query, key, value, attn_mask, dropout_p, is_causal,
+                       scale=scale, enable_gqa=enable_gqa)  # fmt: skip
+    if query.ndim == 3:
+        heads = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        return fused(recorder, *heads, found).squeeze(1)
+    return fused(recorder, query, key, value, found)
+
+
+def stepped(
+    recorder: Recorder, found: Mask | None, query: Tensor, key: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    """PyTorch's own steps: what it does on the meta device, and on a CPU with dropout."""
+    with recorder.under([(found, query.shape[-2], key.shape[-2])]):
+        return SDPA(query, key, *rest, **options)
+
+
+class HeadwiseCalls(TorchFunctionMode):
+    """Hears calls of `hw.attention`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is api.attention and args[0].is_meta and args[0].ndim == 4:
+            return headwise_attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def headwise_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, score: Score | None = None, mask: Mask | None = None,
+    bias: Any = None, softcap: float | None = None, sinks: Tensor | None = None,
+    dropout: Any = 0.0, engine: str = "auto",
+) -> Tensor:  # fmt: skip
+    """`hw.attention` on one of its fused engines."""
+    recorder = _recorders[-1]
+    if not recorder.work.fused:
+        raise ValueError(
+            say("hw.attention in a traced module is one kernel; leave out fused=False")
+        )
+    met = rewrite(Dot() if score is None else score, q, k)
+    return fused(recorder, met.q, met.k, v, mask, parts_of(bias)[1], sinks,
+                 softcap=bool(softcap), additive=met.additive is not None)  # fmt: skip
+
+
+def fused(
+    recorder: Recorder,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    found: Mask | None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    softcap: bool = False,
+    additive: bool = False,
+) -> Tensor:
+    """One kernel, counted under its mask."""
+    made: Tensor = Fused.apply(q, k, v, bias, sinks)  # type: ignore[no-untyped-call]
+    count_attention(recorder, q, k, v, found, softcap, additive)
+    return made
 
 
 class Fused(torch.autograd.Function):
@@ -162,8 +254,9 @@ class Fused(torch.autograd.Function):
 
 
 def count_attention(
-    recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, found: Mask | None, softcap: bool
-) -> None:
+    recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, found: Mask | None, softcap: bool,
+    additive: bool = False,
+) -> None:  # fmt: skip
     """The kernels of a fused call, and the formula of its FLOPs."""
     tape, work, tokens = recorder.tape, recorder.work, recorder.names.tokens
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -172,7 +265,7 @@ def count_attention(
     pairs = pairs_of_a_rank(found, place, tokens, work)
     shape = AttentionShape(
         q.shape[0], heads, kv_heads, place.queries, place.keys, q.shape[3], v.shape[3],
-        pairs.visible, pairs.executed, found, softcap,
+        pairs.visible, pairs.executed, found, softcap, additive,
     )  # fmt: skip
     read = None
     if tokens.cached:

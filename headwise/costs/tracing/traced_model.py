@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -161,8 +161,10 @@ class TracedModel:
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The model's outputs; ValueError with the reason if it can't be traced."""
+        own = nullcontext() if self.given is None else kernels.HeadwiseCalls()
         try:
-            return self.model(*args, **kwargs)
+            with own:
+                return self.model(*args, **kwargs)
         except RunsAgainError:
             raise
         except Exception as error:
@@ -234,11 +236,10 @@ class TracedModel:
     @contextmanager
     def _recording(self, tape: Tape, names: SizeNames) -> Iterator[Pass]:
         made = self._pass = Pass(self, tape, names)
-        kernels.serve(made.recorder)
         try:
-            yield made
+            with kernels.counting(made.recorder):
+                yield made
         finally:
-            kernels.serve(None)
             self._pass = None
 
     def _call(self, path: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:

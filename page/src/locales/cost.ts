@@ -63,6 +63,7 @@ const en = {
     params: 'Parameters',
     weights: 'Weights',
     cache: 'KV cache',
+    perToken: 'KV cache per token',
     saved: 'Saved for the backward pass',
     memory: 'Memory',
     longest: 'Longest context that fits',
@@ -74,6 +75,16 @@ const en = {
     speed: 'Tokens per second',
     utilisation: 'Share of the peak FLOPs',
   },
+  noMorePositions: 'the model has no more positions',
+  notes: {
+    cache: 'keys and values of earlier tokens, kept so that they are not computed again',
+    saved: 'what the forward keeps so that gradients can be computed',
+    flops: 'multiplications and additions, of the pairs that the mask shows',
+    dense: 'as most counters have it, masked pairs too',
+    special: 'exp, tanh, erf: slower than a multiplication',
+    intensity: 'below FLOPs/s ÷ bytes/s of the device it waits for memory',
+    utilisation: 'of what the data sheet promises',
+  } as Words,
 };
 
 const zh: typeof en = {
@@ -137,6 +148,7 @@ const zh: typeof en = {
     params: '参数量',
     weights: '权重',
     cache: 'KV 缓存',
+    perToken: '每个词元的 KV 缓存',
     saved: '为反向传播保存',
     memory: '显存',
     longest: '能放下的最长上下文',
@@ -147,6 +159,16 @@ const zh: typeof en = {
     seconds: '预测时间',
     speed: '每秒词元数',
     utilisation: '占峰值 FLOPs',
+  },
+  noMorePositions: '模型没有更多位置',
+  notes: {
+    cache: '之前词元的键和值，保存下来就不必重算',
+    saved: '前向为计算梯度而保留的数据',
+    flops: '掩码允许的对的乘法和加法',
+    dense: '大多数工具的算法，被掩码的对也算',
+    special: 'exp、tanh、erf，比乘法慢',
+    intensity: '低于设备的“每秒 FLOPs ÷ 每秒字节”时，时间花在等内存上',
+    utilisation: '相对于数据手册上的峰值',
   },
 };
 

@@ -97,3 +97,16 @@ def test_a_bad_question_is_refused_in_both_languages(query: str, error: str, hin
     assert said["error"] == error
     assert said["hint"].startswith(hint)
     assert set(said["zh"]) == {said["error"], said["hint"]}
+
+
+def test_an_opened_model_of_transformers_has_its_kinds_of_work_and_its_own_positions() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "intermediate_size": 96, "vocab_size": 100}  # fmt: skip
+    config = transformers.LlamaConfig(**sizes, max_position_embeddings=512)
+    opened = transformers.LlamaForCausalLM(config)
+    found = json.loads(cost_answers.answer({}, opened))["found"]
+    shares = found["curve"][-1]["shares"]
+    assert [point["length"] for point in found["curve"]] == [128, 256, 512]
+    assert min(shares["pairs"], shares["projections"], shares["feed_forward"]) > 0.1
+    assert found["longest"] == found["positions"] == 512

@@ -45,12 +45,12 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 KINDS = {
-    "scores and values": "pairs",
-    "projections": "projections",
-    "output": "projections",
-    "feed-forward": "feed_forward",
+    "pairs": ("scores and values",),
+    "projections": ("attention", "attn"),
+    "feed_forward": ("feed", "mlp", "ffn", "expert", "moe"),
+    "other": ("",),
 }
-"""The kind of a part that has no parts of its own, by its name; any other is `other`."""
+"""The kinds of work, by words in the path of a part; a fused call of attention is pairs."""
 
 
 class Part(NamedTuple):
@@ -69,7 +69,7 @@ def answer(asked: Mapping[str, str], opened: nn.Module | None) -> str:
     >>> found["settings"]["length"]["value"], found["opened"]
     (1024, False)
     >>> sorted(found["found"])
-    ['curve', 'device', 'explanation', 'figures', 'longest', 'parts']
+    ['curve', 'device', 'explanation', 'figures', 'longest', 'parts', 'positions']
     """
     known = dict(SETTINGS)
     if opened is not None and not SKETCH.keys() & asked.keys():
@@ -111,6 +111,7 @@ def _found(values: tuple[tuple[str, Any], ...], opened: Architecture | None) -> 
         "curve": [] if use.length is None else _curve(architecture, use),
         "device": {"name": use.device.name, "memory": use.device.memory},
         "longest": None if use.length is None else _longest(architecture, use),
+        "positions": architecture.longest or architecture.stated,
         "explanation": {language: cost.explain(language) for language in ("en", "zh")},
     }
 
@@ -124,25 +125,25 @@ def _sketched(values: tuple[tuple[str, Any], ...]) -> Architecture:
 
 
 def _curve(architecture: Architecture, use: Scenario) -> list[dict[str, Any]]:
-    """Figures at every length that the model has positions for."""
+    """Figures at every length that the model has positions for, or states."""
     rows: list[dict[str, Any]] = []
     for length in LENGTHS:
         asked = replace(use, length=length)
-        if asked.within(architecture) != asked:
+        if asked.within(architecture) != asked or length > (architecture.stated or length):
             break
         figures = asked.figures(architecture)
-        shares = _shares(_parts(asked.cost(architecture), use.phase == "training"))
+        shares = _shares(asked.cost(architecture), use.phase == "training")
         rows.append({"length": length, **figures, "shares": shares})
     return rows
 
 
-def _shares(parts: list[Part]) -> dict[str, float]:
-    """The share of the FLOPs of each kind of part, 0 to 1."""
-    found = dict.fromkeys(("pairs", "projections", "feed_forward", "other"), 0)
-    inner = {part.path.rpartition("/")[0] for part in parts}
-    for part in parts:
-        if part.path not in inner:
-            found[KINDS.get(part.path.rpartition("/")[2], "other")] += part.flops
+def _shares(cost: Cost, training: bool) -> dict[str, float]:
+    """The share of the FLOPs of each kind of work, 0 to 1."""
+    found = dict.fromkeys(KINDS, 0)
+    for kernel in cost.forward + (cost.backward if training else ()):
+        path = kernel.name.lower()
+        kind = next(kind for kind, words in KINDS.items() if any(word in path for word in words))
+        found["pairs" if kernel.kind == "attention" else kind] += kernel.flops * kernel.count
     total = max(1, sum(found.values()))
     return {name: flops / total for name, flops in found.items()}
 
@@ -161,12 +162,16 @@ def _parts(cost: Cost, training: bool, path: str = "") -> list[Part]:
 
 
 def _longest(architecture: Architecture, use: Scenario) -> int | None:
-    """The longest context that fits into the device; None if the model alone does not."""
+    """The longest context that fits into the device and that the model has positions for.
+
+    None if the model alone does not fit.
+    """
     assert use.device is not None
     try:
-        return use.longest(architecture, use.device.memory)
+        found = use.longest(architecture, use.device.memory)
     except ValueError:
         return None
+    return min(found, architecture.stated or found)
 
 
 def cost(session: Session, query: Query) -> Answer:

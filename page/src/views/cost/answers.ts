@@ -9,6 +9,7 @@ export interface Figures {
   params: number;
   weights: number;
   kv_cache: number | null;
+  kv_cache_per_token: number | null;
   activations: number | null;
   memory: number;
   flops: number;
@@ -47,6 +48,8 @@ export interface CostAnswer {
     device: { name: string; memory: number };
     /** The most tokens that fit into the device; null if the model alone does not. */
     longest: number | null;
+    /** The most tokens that the model has positions for, or states; null if any number. */
+    positions: number | null;
     explanation: { en: string; zh: string };
   };
 }

@@ -35,10 +35,10 @@ function digits(value: number): string {
 }
 
 export function figures(answer: CostAnswer['found'], training: boolean) {
-  const { figures: found, longest, curve } = answer;
+  const { figures: found, longest, positions, curve } = answer;
   const w = words();
   const kept = training ? found.activations : found.kv_cache;
-  const row = (id: string, name: string, value: string, beside?: string) => ({
+  const row = (id: string, name: string, value: string, beside = w.notes[id] ?? '') => ({
     id,
     name,
     value,
@@ -47,11 +47,26 @@ export function figures(answer: CostAnswer['found'], training: boolean) {
   return [
     row('params', w.figures.params, scaled(found.params)),
     row('weights', w.figures.weights, scaled(found.weights, 'B')),
-    row('kept', training ? w.figures.saved : w.figures.cache, scaled(kept ?? 0, 'B')),
+    row(
+      'kept',
+      training ? w.figures.saved : w.figures.cache,
+      scaled(kept ?? 0, 'B'),
+      training ? w.notes.saved : w.notes.cache,
+    ),
+    ...(found.kv_cache_per_token
+      ? [row('per_token', w.figures.perToken, scaled(found.kv_cache_per_token, 'B'))]
+      : []),
     row('memory', w.figures.memory, scaled(found.memory, 'B')),
     // A model that always has its own tokens, such as the patches of an image, has no longest.
     ...(curve.length
-      ? [row('longest', w.figures.longest, longest === null ? w.none : written(longest))]
+      ? [
+          row(
+            'longest',
+            w.figures.longest,
+            longest === null ? w.none : written(longest),
+            longest !== null && longest === positions ? w.noMorePositions : undefined,
+          ),
+        ]
       : []),
     row('flops', w.figures.flops, scaled(found.flops)),
     row('dense', w.figures.dense, scaled(found.flops_dense)),
