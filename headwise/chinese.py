@@ -403,11 +403,11 @@ CHINESE: dict[str, str] = {
         "词表 {vocabulary:,}{window}"
     ),
     # watched runs
-    "no run is being watched": "没有正在监视的运行",
+    "no run is being watched": "没有正在监控的运行",
     "open one with headwise look RUN_FOLDER": "用 headwise look RUN_FOLDER 打开一次运行",
-    "{folder} holds no watched run: it has no {name}": "{folder} 里没有监视记录：缺少 {name}",
+    "{folder} holds no watched run: it has no {name}": "{folder} 里没有监控记录：缺少 {name}",
     "{folder} can't be read as a watched run: {reason}": (
-        "无法把 {folder} 当作监视记录读取：{reason}"
+        "无法把 {folder} 当作监控记录读取：{reason}"
     ),
     "{path} is damaged: {reason}; restore it from a copy, or choose another folder": (
         "{path} 已损坏：{reason}；请用备份恢复，或换一个文件夹"
@@ -492,7 +492,7 @@ CHINESE: dict[str, str] = {
     "Gu and others (2410.10781) count a head as a sink from a mean weight of 0.3 on the first "
     "token; public monitors call a model with more than 0.6 of such heads sunk. Pretrained "
     "language models may be there from the start": (
-        "Gu 等人（2410.10781）把第一个词元上平均权重达到 0.3 的头算作汇聚头；公开的监视工具把"
+        "Gu 等人（2410.10781）把第一个词元上平均权重达到 0.3 的头算作注意力汇；公开的监控工具把"
         "这样的头超过 0.6 的模型算作已汇聚。预训练语言模型可能一开始就是如此"
     ),
     "Bhojanapalli and others (2110.06821) compare heads by the total variation between their "

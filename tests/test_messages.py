@@ -13,6 +13,8 @@ import headwise
 from headwise.chinese import CHINESE
 from headwise.messages import Sentence, from_json, halves, said_by, say, with_chinese
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @cache
 def said() -> list[tuple[str, ast.Call]]:
@@ -84,3 +86,27 @@ def test_json_carries_both_languages_and_gives_them_back() -> None:
     assert again["rules"][0]["says"].zh == "还没有"
     assert with_chinese({"name": "plain"}) == {"name": "plain"}
     assert from_json({"says": "from an older folder"}) == {"says": "from an older folder"}
+
+
+def rivals() -> dict[str, str]:
+    """The translations that docs/glossary.md rules out, with the one to use instead."""
+    lines = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
+    return {rival: wanted for _, wanted, ruled in rows for rival in ruled.split(", ")}
+
+
+def test_a_term_has_one_translation() -> None:
+    files = {
+        *ROOT.glob("*.zh.md"), *ROOT.glob("docs/**/*.zh.md"), *ROOT.glob("docs/**/*.ipynb"),
+        *ROOT.glob("page/src/locales/*.ts"), *ROOT.glob("headwise/**/*.py"), *ROOT.glob("headwise/**/*.zh.md"),
+        *ROOT.glob("docs/handbook/pictures/*.zh.svg"),
+    }  # fmt: skip
+    assert len(files) > 100
+    assert rivals()["令牌"] == "词元"
+    found = [
+        f"{file.relative_to(ROOT)}: {rival}; write {wanted}"
+        for file in sorted(files)
+        for rival, wanted in rivals().items()
+        if rival in file.read_text(encoding="utf-8")
+    ]
+    assert not found, "\n".join(found)

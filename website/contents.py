@@ -26,7 +26,7 @@ ORDER: dict[str, list[str]] = {
         )
     ],
     "evidence": ["speed", "gpu", "numerics", "cost-families", "testing", "versions"],
-    "inside": ["architecture"],
+    "inside": ["architecture", "glossary"],
 }  # fmt: skip
 """Where the pages that are known stand. A new file in docs/ appears at the end of the guide."""
 

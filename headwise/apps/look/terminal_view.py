@@ -37,8 +37,7 @@ LARGEST_MAP = 256
 
 DEFINED = (
     "keys is how many tokens a row spreads over, e^entropy; top its largest weight; "
-    "first, self and previous its weight on that token; distance how far back it looks, "
-    "patches how far away in an image. "
+    "first, self and previous its weight on that token; {distance}. "
     "All are means over the rows, but for max logit, the largest of them all."
 )
 
@@ -82,7 +81,10 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
     console.print(Text(f"\n{counted}{len(group.heads)} heads", style="bold"))
     for table in head_tables(listed, group.square, console.width):
         console.print(table)
-    defined = DEFINED if group.square else DEFINED_ACROSS
+    away = (
+        "patches how many patches away it looks" if read.image else "distance how far back it looks"
+    )
+    defined = DEFINED.format(distance=away) if group.square else DEFINED_ACROSS
     console.print(Text(f"\n{defined}\n", style="dim"))
     said = {head.name: reason for head, reason in firsts}
     drawn = chosen or [head for head, _ in firsts[:DRAWN]]

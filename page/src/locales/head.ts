@@ -217,7 +217,7 @@ const zh: typeof en = {
   imageLabel: '图像，图块按注意力着色',
   imageFirst: '分类词元',
   imageLast: '文本的最后一个词元',
-  strength: '遮罩',
+  strength: '变暗程度',
 
   loading: '正在打开这个头',
   noHeadInFile: '文件中没有这个头的注意力图',

@@ -6,13 +6,13 @@ type Words = Record<string, string>;
 const en = {
   page: 'Why',
   keys: [
-    ['1 – 4', 'the experiment'],
+    ['0 – 4', 'by hand, or the experiment'],
     ['R', 'draw other random numbers'],
     ['← →', 'move the focused slider'],
   ] as [string, string][],
   experiments: 'Experiments',
   names: {
-    scale: 'Why √dₖ',
+    scale: 'Why √d_k',
     heads: 'Why many heads',
     scores: 'Why dot products',
     sharing: 'Why Q is not K',
@@ -156,13 +156,13 @@ const en = {
 const zh: typeof en = {
   page: '为什么',
   keys: [
-    ['1 – 4', '选择实验'],
+    ['0 – 4', '动手算，或选择实验'],
     ['R', '换一组随机数'],
     ['← →', '移动当前滑块'],
   ],
   experiments: '实验',
   names: {
-    scale: '为什么除以 √dₖ',
+    scale: '为什么除以 √d_k',
     heads: '为什么要多头',
     scores: '为什么用点积',
     sharing: '为什么 Q 不等于 K',

@@ -242,6 +242,23 @@ def test_the_text_is_coloured_by_what_the_chosen_token_looks_at(
     )
 
 
+def test_several_heads_are_banded_below_one_text(visit: Visits, served: Served) -> None:
+    page = visit("#/head?layer=5&head=1&row=368")
+    page.get_by_label("+ another head").select_option("4.6")
+    expect(page).to_have_url(re.compile("beside=4.6"))
+    token = page.locator("[role=option][data-token='367']")
+    exact = [
+        float(served.session.atlases["0"].input.main.head(name).map[0, 0, 368, 367])
+        for name in ("5.1", "4.6")
+    ]
+    expect(token).to_have_attribute("title", re.compile("  5.1: .* · 4.6: "))
+    told = re.findall(r"(?:5\.1|4\.6): (\S+)", token.get_attribute("title") or "")
+    assert [float(each.replace("−", "-")) for each in told] == pytest.approx(exact, rel=1e-2)
+    assert token.evaluate("e => getComputedStyle(e).backgroundImage").count("gradient") == 2
+    page.get_by_title("Leave out head 4.6").click()
+    expect(page).not_to_have_url(re.compile("beside"))
+
+
 def test_a_span_of_the_text_is_seen_as_lines(visit: Visits) -> None:
     page = visit(HEAD)
     page.locator("[data-token='40']").click()

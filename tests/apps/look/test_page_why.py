@@ -4,8 +4,10 @@ import json
 import re
 from typing import Any
 
+import torch
 from playwright.sync_api import Page, expect
 
+import headwise as hw
 from headwise.apps.lab import why_page as why
 from tests.apps.look.conftest import Visits
 
@@ -158,10 +160,40 @@ def test_a_bad_address_says_what_works_and_leads_back(visit: Visits) -> None:
 
 def test_every_experiment_speaks_chinese(visit: Visits) -> None:
     page = visit("#/why", locale="zh-CN", color_scheme="dark")
-    for name in ("为什么除以 √dₖ", "为什么要多头", "为什么用点积", "为什么 Q 不等于 K"):
+    for name in ("为什么除以 √dk", "为什么要多头", "为什么用点积", "为什么 Q 不等于 K"):
         page.get_by_role("link", name=name).click()
         expect(page.get_by_role("table", name="数值")).to_be_visible()
         english = page.locator(".why").evaluate(
             "view => view.innerText.match(/\\b(the|of|and|measured|theory)\\b/g) ?? []"
         )
         assert not english, f"{name}: {english}"
+
+
+def cells(values: torch.Tensor) -> list[str]:
+    """A row of a table with these numbers, three digits each."""
+    return [f"{float(f'{x:.3g}'):g}".replace("-", "−") for x in values.tolist()]
+
+
+def test_three_tokens_are_attended_by_hand_as_by_the_library(visit: Visits) -> None:
+    page = visit("#/why/tokens")
+    worked = page.locator("[data-worked]")
+    expect(worked).to_contain_text("= (1.43, 0.86)")  # as in the handbook
+    page.get_by_label("X, row 2, column 1").fill("-1.5")
+    page.get_by_label("no token sees later ones").check()
+    x = torch.tensor([[1.0, 0.0], [-1.5, 1.0], [1.0, 1.0]])
+    q, k, v = (
+        (x @ torch.tensor(w))[None, None]
+        for w in ([[1.0, 0.0], [1.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]], [[2.0, 0.0], [0.0, 1.0]])
+    )
+    causal = hw.mask.causal()
+    out = hw.attention(q, k, v, mask=causal)[0, 0]
+    weights = hw.attention_map(q, k, mask=causal)[0, 0]
+    expect(page.locator("[data-matrix='output'] tr").last.locator("td")).to_have_text(cells(out[2]))
+    expect(page.locator("[data-matrix='softmax'] tr").nth(1).locator("td")).to_have_text(
+        cells(weights[1])
+    )
+    page.locator("[data-matrix='Q'] tr").first.click()
+    expect(worked.get_by_role("heading")).to_have_text("Token 1, step by step")
+    expect(worked).to_contain_text("later keys are hidden")
+    page.get_by_role("button", name="Back to the start").click()
+    expect(worked).to_contain_text("= (1.43, 0.86)")

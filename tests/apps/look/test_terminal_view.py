@@ -25,7 +25,8 @@ def test_a_narrow_terminal_shows_every_figure(width: int) -> None:
     output = shown("to be or not to be", width)
     figures = output.partition("heads\n")[2].partition("keys is")[0]
     assert "…" not in figures
-    for title, *_ in terminal_view.COLUMNS:
+    columns = {title for title, *_ in terminal_view.COLUMNS} - {"patches"}  # of images
+    for title in columns:
         assert re.search(rf"head .*\b{title}\b", figures), title
     assert max(cell_len(line) for line in output.splitlines()) <= width
 

@@ -75,7 +75,7 @@ def judge_half(figures: Figures) -> Verdict:
     condition = both(
         "the kernel skips hidden keys, and sequences are so much longer than d_model that the "
         "projections, which a mask leaves alone, do not count",
-        "核函数跳过隐藏的键，且序列比 d_model 长得多，使不受掩码影响的投影可以忽略",
+        "内核跳过隐藏的键，且序列比 d_model 长得多，使不受掩码影响的投影可以忽略",
     )
     if abs(rows[-1]["layer"] - 0.5) < 0.05:
         return holds_when(condition, because)
