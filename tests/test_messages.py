@@ -98,7 +98,8 @@ def rivals() -> dict[str, str]:
 def test_a_term_has_one_translation() -> None:
     files = {
         *ROOT.glob("*.zh.md"), *ROOT.glob("docs/**/*.zh.md"), *ROOT.glob("docs/**/*.ipynb"),
-        *ROOT.glob("page/src/locales/*.ts"), *ROOT.glob("headwise/**/*.py"), *ROOT.glob("headwise/**/*.zh.md"),
+        *ROOT.glob("page/src/locales/*.ts"), *ROOT.glob("headwise/**/*.py"),
+        *ROOT.glob("headwise/**/*.zh.md"),
         *ROOT.glob("docs/handbook/pictures/*.zh.svg"),
     }  # fmt: skip
     assert len(files) > 100

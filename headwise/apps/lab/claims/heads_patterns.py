@@ -335,8 +335,8 @@ CLAIMS = (
         derivation=both(
             "A head returns one average Σ p_j v_j. Of m uncorrelated values of equal variance, "
             "their mean tells 1/m: a linear readout of one head loses 1 − 1/m, of h heads 1 − h/m.",
-            "一个头只返回一个加权平均 Σ p_j v_j。m 个方差相等、互不相关的值，其均值只含 1/m 的信息："
-            "线性读出时，一个头损失 1 − 1/m，h 个头损失 1 − h/m。",
+            "一个头只返回一个加权平均 Σ p_j v_j。m 个方差相等、互不相关的值，其均值只含 1/m "
+            "的信息：线性读出时，一个头损失 1 − 1/m，h 个头损失 1 − h/m。",
         ),
     ),
 )
