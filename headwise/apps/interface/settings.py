@@ -18,7 +18,7 @@ class Whole:
     most: int
     doubling: bool = False
 
-    def read(self, name: str, text: str) -> int:
+    def parse(self, name: str, text: str) -> int:
         """Parse a number; ValueError names the allowed ones."""
         try:
             number = int(text)
@@ -50,7 +50,7 @@ class Choice:
     default: str
     options: tuple[str, ...]
 
-    def read(self, name: str, text: str) -> str:
+    def parse(self, name: str, text: str) -> str:
         """The word, if it is one of the options; ValueError names them all."""
         if text not in self.options:
             said = say(
@@ -64,12 +64,12 @@ class Choice:
 Setting = Whole | Choice
 
 
-def read(settings: Mapping[str, Setting], asked: Mapping[str, str]) -> dict[str, Any]:
+def read_settings(settings: Mapping[str, Setting], asked: Mapping[str, str]) -> dict[str, Any]:
     """The value of every setting: what was asked, else the default; ValueError for any other name.
 
-    >>> read({"width": Whole(64, 1, 1024), "seed": Whole(0, 0, 999)}, {"width": "16"})
+    >>> read_settings({"width": Whole(64, 1, 1024), "seed": Whole(0, 0, 999)}, {"width": "16"})
     {'width': 16, 'seed': 0}
-    >>> read({"width": Whole(64, 1, 1024)}, {"width": "many"})
+    >>> read_settings({"width": Whole(64, 1, 1024)}, {"width": "many"})
     Traceback (most recent call last):
     ValueError: width='many' is not a whole number; use a whole number from 1 to 1024
     """
@@ -80,6 +80,6 @@ def read(settings: Mapping[str, Setting], asked: Mapping[str, str]) -> dict[str,
             say("there is no setting {name!r}; there are {there}", name=unknown[0], there=there)
         )
     return {
-        name: setting.read(name, asked[name]) if name in asked else setting.default
+        name: setting.parse(name, asked[name]) if name in asked else setting.default
         for name, setting in settings.items()
     }

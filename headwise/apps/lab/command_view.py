@@ -16,7 +16,7 @@ from headwise.apps.lab.charts import Shown, cells
 from headwise.apps.lab.claim import KINDS, NOTES, TOPICS, VERDICTS, Claim
 from headwise.apps.lab.record import Result
 from headwise.apps.lab.revisions import REVISIONS
-from headwise.apps.lab.runner import Told
+from headwise.apps.lab.runner import RunProgress
 from headwise.messages import printable, say
 
 STYLES = {
@@ -146,7 +146,7 @@ class LabProgress:
         self.shown = bar.add_task("", total=None)
         self.named = ""
 
-    def __call__(self, told: Told) -> None:
+    def __call__(self, told: RunProgress) -> None:
         """Show how far the run is."""
         self.named = told.claim.id
         if told.missing:

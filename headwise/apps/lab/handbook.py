@@ -137,7 +137,7 @@ def picture(path: Path, folders: Folders) -> list[Path]:
     files = worked_example.draw(path) if path.stem == EXAMPLE else draw(shown, path)
     for file in files:
         drawn = file.read_text(encoding="utf-8")
-        mark = f"<!-- figures {told(path.stem, folders)} -->"
+        mark = f"<!-- figures {picture_digest(path.stem, folders)} -->"
         write_whole(file, drawn.replace("<svg ", f"{mark}\n<svg ", 1))
     return files
 
@@ -149,7 +149,7 @@ def parts(name: str, folders: Folders) -> tuple[Shown, ...]:
     if name in DRAWINGS:
         results = {claim.id: record.best(claim, folders) for claim in CLAIMS}
         return DRAWINGS[name](results, ablations.recorded(folders, results.values()))
-    claim, numbers = named(name)
+    claim, numbers = claim_of_picture(name)
     result = record.best(claim, folders)
     if result is None or result.stale(claim):
         return ()
@@ -157,7 +157,7 @@ def parts(name: str, folders: Folders) -> tuple[Shown, ...]:
     return tuple(shown[at] for at in numbers or range(len(shown)))
 
 
-def told(name: str, folders: Folders) -> str:
+def picture_digest(name: str, folders: Folders) -> str:
     """The digest of everything that a picture tells."""
     if name == EXAMPLE:
         return digest({x: y.tolist() for x, y in worked_example.three_tokens().items()})
@@ -167,10 +167,10 @@ def told(name: str, folders: Folders) -> str:
 EXAMPLE = "three-tokens"
 
 
-def named(picture: str) -> tuple[Claim, list[int]]:
+def claim_of_picture(picture: str) -> tuple[Claim, list[int]]:
     """The claim of a picture, and which of the things it shows.
 
-    >>> claim, numbers = named("dot-cost-0")
+    >>> claim, numbers = claim_of_picture("dot-cost-0")
     >>> claim.id, numbers
     ('dot-cost', [0])
     """

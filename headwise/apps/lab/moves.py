@@ -36,7 +36,7 @@ class Move:
     how: Literal["up to", "from", "only"] = "up to"
     needs: int = 1
 
-    def of(self, number: int, row: Any) -> Value | None:
+    def value_of(self, number: int, row: Any) -> Value | None:
         """The value of a row, which is the `number`-th of its table."""
         if not self.column:
             return number
@@ -47,7 +47,7 @@ class Move:
         """The positions to choose from; one keeps every row, the last or, for "from", the first."""
         rows = (pair for table in self.tables for pair in enumerate(figures.get(table, ()), 1))
         values = dict.fromkeys(
-            value for number, row in rows if (value := self.of(number, row)) is not None
+            value for number, row in rows if (value := self.value_of(number, row)) is not None
         )
         if self.how == "only":
             return [*values, ALL] if len(values) > 1 else []
@@ -97,7 +97,7 @@ def moved(
             row
             for number, row in enumerate(figures[table], 1)
             if all(
-                move.keeps(move.of(number, row), positions[move.name])
+                move.keeps(move.value_of(number, row), positions[move.name])
                 for move in at
                 if table in move.tables
             )

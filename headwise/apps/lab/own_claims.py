@@ -19,7 +19,7 @@ ID = re.compile(r"[a-z][a-z0-9-]{0,60}")
 """An id is a part of addresses and of names of files."""
 
 
-def read(file: Path, taken: Collection[str]) -> list[Claim]:
+def claims_in(file: Path, taken: Collection[str]) -> list[Claim]:
     """The claims that a Python file defines, in its order; it is run to find them.
 
     ValueError if the file fails, if there is none, or if one has an id of `taken`.

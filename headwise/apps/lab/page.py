@@ -22,7 +22,7 @@ from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.page_code import code
 from headwise.apps.lab.record import Result
 from headwise.apps.lab.revisions import REVISIONS
-from headwise.apps.lab.runner import Told, find, run
+from headwise.apps.lab.runner import RunProgress, find, run
 from headwise.messages import Sentence, said_by, say, with_chinese
 
 
@@ -208,7 +208,7 @@ class LabJob:
         begun = time.monotonic()
         missing = ""
 
-        def tell(told: Told) -> None:
+        def tell(told: RunProgress) -> None:
             nonlocal missing
             self._work.check()
             missing = told.missing

@@ -48,11 +48,11 @@ def find(ids: Sequence[str], *, files: bool = False) -> list[Claim]:
                 )
             )
     built_in = [claim for claim in CLAIMS if claim.id in ids or claim.topic in ids]
-    return built_in + [claim for id in own for claim in own_claims.read(Path(id), known)]
+    return built_in + [claim for id in own for claim in own_claims.claims_in(Path(id), known)]
 
 
 @dataclass(frozen=True)
-class Told:
+class RunProgress:
     """A report of progress: the claim, its place in the list, and how far its experiment is."""
 
     claim: Claim
@@ -70,7 +70,7 @@ def run(
     out: Path,
     *,
     again: bool = False,
-    tell: Callable[[Told], None] = lambda told: None,
+    tell: Callable[[RunProgress], None] = lambda told: None,
 ) -> Iterator[Result]:
     """Run claims one after the other and write each result as soon as it stands.
 
@@ -81,10 +81,10 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     fresh: dict[object, Result] = {}  # by experiment: several claims may share one
     for number, claim in enumerate(claims):
-        told = Told(claim, number, len(claims))
+        told = RunProgress(claim, number, len(claims))
         tell(told)
 
-        def report(what: str, done: int, steps: int, told: Told = told) -> None:
+        def report(what: str, done: int, steps: int, told: RunProgress = told) -> None:
             tell(replace(told, what=what, done=done, steps=steps))
 
         found = fresh.get(claim.experiment)

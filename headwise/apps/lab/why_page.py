@@ -54,7 +54,7 @@ def answer(name: str, asked: Mapping[str, str]) -> str:
         raise ValueError(
             say("there is no experiment {name!r}; there are {there}", name=name, there=there)
         )
-    return _answer(name, tuple(settings.read(EXPERIMENTS[name].settings, asked).items()))
+    return _answer(name, tuple(settings.read_settings(EXPERIMENTS[name].settings, asked).items()))
 
 
 @lru_cache(maxsize=256)

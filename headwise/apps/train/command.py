@@ -92,7 +92,7 @@ def task_command(task: str, description: str, example: str) -> None:
         as_json: AsJson = False,
     ) -> None:
         with explained():
-            setup = asked(task, out, resume, minutes, preset, data, steps, seed)
+            setup = requested_setup(task, out, resume, minutes, preset, data, steps, seed)
             start(task, setup, out, minutes, device, watch, as_json)
 
 
@@ -133,7 +133,9 @@ def language(
 ) -> None:
     """Train a language model, with many processes under torchrun."""
     with explained():
-        setup = asked("language", out, resume, minutes, preset, data, steps, seed, context)
+        setup = requested_setup(
+            "language", out, resume, minutes, preset, data, steps, seed, context
+        )
         start("language", setup, out, minutes, device, watch, as_json, context_ranks, fsdp)
 
 
@@ -220,7 +222,7 @@ def corpora(
                 "licence": corpus.licence,
                 "download": sum(package.size for package in corpus.packages),
                 "packages": [f"{package.name} {package.version}" for package in corpus.packages],
-                "cached": cache.has(corpus),
+                "cached": cache.is_cached(corpus),
             }
             for corpus in CORPORA.values()
         ]
@@ -256,7 +258,7 @@ def export(
     typer.echo(f"{out}: {size / 1e6:.1f} MB")
 
 
-def asked(
+def requested_setup(
     task: str,
     out: Path,
     resume: bool,
@@ -269,7 +271,7 @@ def asked(
 ) -> Setup | None:
     """The setup that options ask for, or None to resume; ValueError if they contradict a run."""
     if not resume:
-        return chosen(task, preset or "tiny", data, steps, seed, context)
+        return varied_preset(task, preset or "tiny", data, steps, seed, context)
     given = {"preset": preset, "data": data, "steps": steps, "minutes": minutes, "seed": seed}
     check_resume(task, out, **given, context=context)
     return None
@@ -286,7 +288,7 @@ def check_resume(task: str, out: Path, **given: object) -> None:
         )
 
 
-def chosen(
+def varied_preset(
     task: str,
     preset: str,
     data: str | None,

@@ -16,7 +16,7 @@ def judge(what: str | Path, device: str | None = None) -> dict[str, Any]:
     """Score a model on the test part of its corpus, which is downloaded first if necessary."""
     where = devices.chosen(device)
     run = Run(ASSETS / what if what in built_in() else Path(what))
-    setup = setups.of_run(run)
+    setup = setups.setup_of_run(run)
     model = load(what, where).model
     task: Any = setup.prepare(run)
     figures: dict[str, Any] = undisturbed(lambda: task.judge(model, where), model, where)

@@ -61,7 +61,7 @@ class LanguageSetup(CheckedFields):
 
     def prepare(self, run: Run) -> Language:
         """Read the data, load or learn the run's subwords, and build the task."""
-        text = texts.read(self.data)
+        text = texts.read_text(self.data)
         some = islice(chunks(text.train), 160)  # ten million characters show the common words
         tokeniser = subwords(run, some, self.vocabulary)
         config = replace(self.model, vocabulary=tokeniser.size, end=tokeniser.end)
@@ -80,7 +80,7 @@ class VisionSetup(CheckedFields):
 
     def prepare(self, run: Run) -> Vision:
         """Read the data and build the task."""
-        found = images.read(self.data)
+        found = images.read_images(self.data)
         return Vision(
             found, self.model, self.model.classes, self.batch, self.recipe.seed,
             photographs=found.train[0].shape[1] == 3,
@@ -115,7 +115,7 @@ def from_dict(described: dict[str, Any]) -> Setup:
     return SETUPS[task](**described)
 
 
-def of_run(run: Run) -> Setup:
+def setup_of_run(run: Run) -> Setup:
     """The setup that a run was started with."""
     try:
         return from_dict(run.settings()["setup"])

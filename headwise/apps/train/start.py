@@ -42,7 +42,7 @@ def train(
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueError(f"minutes={minutes:g} must be positive and finite; try minutes=10")
     beginning = setup is not None
-    setup = setups.of_run(run) if setup is None else setup
+    setup = setups.setup_of_run(run) if setup is None else setup
     check_ranks(setup, ranks)
     with run.locked():
         if beginning and run.config.exists():
@@ -66,7 +66,7 @@ def train(
             if minutes is not None:
                 steps = steps_within(trainer, minutes)
                 setup = replace(setup, recipe=replace(setup.recipe, steps=steps))
-            run.begin(settings(setup, task) | measured(task))
+            run.begin(settings(setup, task) | data_figures(task))
         return replace(trainer, recipe=setup.recipe, settings=settings(setup, task)).train()
 
 
@@ -105,6 +105,6 @@ def settings(setup: Setup, task: Any) -> dict[str, Any]:
     return {"task": setup.task, "model": task.config.to_dict(), "setup": setups.to_dict(setup)}
 
 
-def measured(task: Any) -> dict[str, Any]:
+def data_figures(task: Any) -> dict[str, Any]:
     """Figures of the data that the model needs later; they are not part of the settings."""
     return {"pixels": task.pixels} if isinstance(task, Vision) else {}

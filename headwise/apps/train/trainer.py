@@ -126,10 +126,10 @@ class Trainer(Generic[Batch]):
             last = done == self.recipe.steps
             stopping = bool(self.ranks.largest(int(self.should_stop())))
             if done % self.recipe.log_every == 0 or last or stopping:
-                self.measured(done, {**meter.read(saved), "rate": self.recipe.rate(step)})
+                self.record(done, {**meter.read(saved), "rate": self.recipe.rate(step)})
             if done % self.recipe.evaluate_every == 0 or last:
                 with meter.away():
-                    self.measured(done, self.evaluated(model))
+                    self.record(done, self.evaluated(model))
             if done % self.recipe.checkpoint_every == 0 or last or stopping:
                 meter.check(saved)
                 with meter.away():
@@ -224,7 +224,7 @@ class Trainer(Generic[Batch]):
         """Evaluate the model without any effect on training."""
         return undisturbed(lambda: self.task.evaluate(model, self.device), model, self.device)
 
-    def measured(self, step: int, values: dict[str, Any]) -> None:
+    def record(self, step: int, values: dict[str, Any]) -> None:
         """Record a measurement and report it."""
         self.run.record({"step": step, **values})
         self.report({"step": step, "steps": self.recipe.steps, **values})
@@ -255,7 +255,7 @@ class Trainer(Generic[Batch]):
         if self.ranks.first:
             checkpoints.save(self.run.model, tensors, about)
         judged = undisturbed(lambda: self.task.judge(model, self.device), model, self.device)
-        self.measured(steps, {"test": judged})
+        self.record(steps, {"test": judged})
 
 
 def undisturbed(ask: Callable[[], Answer], model: nn.Module, device: torch.device) -> Answer:

@@ -101,7 +101,7 @@ mine = Claim(id="mine", sentence="Two is small.", experiment=experiment, rule=ru
 def read_one(tmp_path: Path, source: str, name: str) -> Claim:
     file = tmp_path / f"{name}.py"
     file.write_text(source)
-    (claim,) = own_claims.read(file, ())
+    (claim,) = own_claims.claims_in(file, ())
     return claim
 
 

@@ -100,7 +100,7 @@ def test_a_claim_without_its_corpus_is_reported_and_left_out(tmp_path: Path) -> 
     def offline(lab: Lab) -> Figures:
         raise CorpusUnavailableError("no connection")
 
-    told: list[runner.Told] = []
+    told: list[runner.RunProgress] = []
     claims = [claim("scale-one", offline), claim("scale-two")]
     results = list(runner.run(claims, Lab(), tmp_path, tell=told.append))
     assert [result.id for result in results] == ["scale-two"]

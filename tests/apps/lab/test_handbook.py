@@ -40,7 +40,7 @@ def test_every_picture_shows_the_recorded_figures(pages: dict[str, str]) -> None
     assert shown == {path.name for path in (FOLDER / "pictures").iterdir()}
     for name in shown:
         drawn = (FOLDER / "pictures" / name).read_text(encoding="utf-8")
-        told = handbook.told(name.split(".")[0], [record.RECORDED])
+        told = handbook.picture_digest(name.split(".")[0], [record.RECORDED])
         assert f"<!-- figures {told} -->" in drawn, name
 
 

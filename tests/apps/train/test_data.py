@@ -60,7 +60,7 @@ def test_a_file_of_no_use_is_refused_with_its_line(
 
 
 def test_unknown_corpora_are_refused_and_the_known_ones_named(tmp_path: Path) -> None:
-    for reader in (pairs.read, texts.read, images.read):
+    for reader in (pairs.read, texts.read_text, images.read_images):
         with pytest.raises(ValueError, match="the corpora of"):
             reader("no-such-corpus")
 
@@ -68,11 +68,11 @@ def test_unknown_corpora_are_refused_and_the_known_ones_named(tmp_path: Path) ->
 def test_a_text_is_cut_in_its_order(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("".join(map(str, range(1000))), encoding="utf-8")
-    parts = texts.read(path)
+    parts = texts.read_text(path)
     assert parts.train + parts.valid + parts.test == path.read_text()
     path.write_text("")
     with pytest.raises(ValueError, match="empty or too short"):
-        texts.read(path)
+        texts.read_text(path)
 
 
 def test_idx_files_are_read_as_mnist_writes_them(tmp_path: Path) -> None:

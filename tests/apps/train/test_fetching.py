@@ -60,7 +60,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def corpus_of(archive: bytes, content: bytes = CONTENT) -> Corpus:
     package = Registry("data", "1.0", len(archive), sha256(archive))
     file = File("pairs.tsv", len(content), sha256(content))
-    return corpora.inside("example", "an example", "CC0", package, "package/", file)
+    return corpora.packaged("example", "an example", "CC0", package, "package/", file)
 
 
 def cached(tmp_path: Path) -> list[str]:

@@ -26,7 +26,7 @@ from headwise.apps.train.start import train
 from headwise.apps.train.tasks import metrics
 from headwise.apps.train.tasks.language import text_loss
 from headwise.apps.train.tasks.translation import Sentences
-from headwise.apps.train.tasks.vision import moved, patched
+from headwise.apps.train.tasks.vision import patched, shifted
 from headwise.models import GPTConfig, TransformerConfig, ViTConfig
 from headwise.models.trained import Classifier, LanguageModel, Run, Translator
 from headwise.nn import GELU, PreNorm, ReLU, SwiGLU
@@ -65,7 +65,7 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = torch.randint(100, (6000, 1, 8, 8), dtype=torch.uint8)
     pixels += (labels * 120).to(torch.uint8)[:, None, None, None]
     found = images.parts((pixels, labels), (pixels[:200], labels[:200]))
-    monkeypatch.setattr(images, "read", lambda source: found)
+    monkeypatch.setattr(images, "read_images", lambda source: found)
 
 
 SEEING = VisionSetup(
@@ -181,8 +181,8 @@ def test_batches_of_sentences_are_padded_and_counted(pairs_file: Path, tmp_path:
 
 def test_images_are_moved_and_mixed_with_their_names() -> None:
     image = torch.arange(64.0).reshape(1, 1, 8, 8)
-    assert torch.equal(moved(image, torch.tensor([[1, 1]])), image)
-    assert torch.equal(moved(image, torch.tensor([[1, 2]]))[..., :-1], image[..., 1:])
+    assert torch.equal(shifted(image, torch.tensor([[1, 1]])), image)
+    assert torch.equal(shifted(image, torch.tensor([[1, 2]]))[..., :-1], image[..., 1:])
     images_, shares = torch.rand(2, 1, 8, 8), torch.eye(2)
     assert patched(images_, shares, [0.1, 0.5, 0, 0])[0] is images_
     mixed, named = patched(images_, shares, [0.9, 0.25, 0.0, 0.0])

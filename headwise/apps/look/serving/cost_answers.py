@@ -74,7 +74,7 @@ def answer(asked: Mapping[str, str], opened: nn.Module | None) -> str:
     known = dict(SETTINGS)
     if opened is not None and not SKETCH.keys() & asked.keys():
         known["model"] = Choice("opened", ("opened", "sketch"))
-    values = settings.read(known, asked)
+    values = settings.read_settings(known, asked)
     if opened is None:
         values["model"] = "sketch"
     architecture = _read(opened) if values["model"] == "opened" and opened is not None else None

@@ -60,11 +60,11 @@ class ByLength:
     def batch(self, number: int) -> list[int]:
         """The examples of a batch; numbers continue past the first epoch."""
         epoch, place = divmod(number, self.epoch_length)
-        examples, order = self._of(epoch)
+        examples, order = self._shuffled(epoch)
         start, end = self.bounds[order[place]]
         return examples[start:end]
 
-    def _of(self, epoch: int) -> tuple[list[int], list[int]]:
+    def _shuffled(self, epoch: int) -> tuple[list[int], list[int]]:
         if self._epoch is None or self._epoch[0] != epoch:
             random = generator(self.seed, epoch)
             shuffled = torch.randperm(len(self.lengths), generator=random).tolist()

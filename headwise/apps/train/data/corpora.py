@@ -2,7 +2,6 @@
 
 import html
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from headwise.apps.train.data.download_cache import Corpus, File
@@ -27,18 +26,7 @@ ENGLISH_HELP = DebianPackage(
 )
 
 
-def taking(prefix: str, files: tuple[File, ...]) -> Callable[[tuple[Path, ...]], dict[str, bytes]]:
-    """A function that extracts files below a folder of one archive."""
-
-    def extract(archives: tuple[Path, ...]) -> dict[str, bytes]:
-        (archive,) = archives
-        found = read_members(archive, {f"{prefix}{file.name}": file.size for file in files})
-        return {name.removeprefix(prefix): content for name, content in found.items()}
-
-    return extract
-
-
-def inside(
+def packaged(
     name: str,
     about: str,
     licence: str,
@@ -46,11 +34,17 @@ def inside(
     prefix: str,
     *files: File,
 ) -> Corpus:
-    """A corpus whose files are taken unchanged from one package."""
-    return Corpus(name, about, licence, (package,), files, taking(prefix, files))
+    """A corpus whose files are taken unchanged from below a folder of one package."""
+
+    def extract(archives: tuple[Path, ...]) -> dict[str, bytes]:
+        (archive,) = archives
+        found = read_members(archive, {f"{prefix}{file.name}": file.size for file in files})
+        return {name.removeprefix(prefix): content for name, content in found.items()}
+
+    return Corpus(name, about, licence, (package,), files, extract)
 
 
-def help_in(name: str, language: str, package: DebianPackage, file: File) -> Corpus:
+def parallel_help(name: str, language: str, package: DebianPackage, file: File) -> Corpus:
     """LibreOffice's help in English and another language."""
 
     def extract(archives: tuple[Path, ...]) -> dict[str, bytes]:
@@ -108,7 +102,7 @@ def joined_help(english: Path, other: Path) -> bytes:
     return "".join(f"{a}\t{b}\n" for a, b in seen).encode("utf-8")
 
 
-TATOEBA_EN_FR = inside(
+TATOEBA_EN_FR = packaged(
     "tatoeba-en-fr",
     "178,009 short sentences in English and French, translated by volunteers (Tatoeba, ManyThings)",
     "CC-BY 2.0 FR, the authors named line by line in the file (tatoeba.org)",
@@ -126,7 +120,7 @@ TATOEBA_EN_FR = inside(
     ),
 )
 
-HELP_EN_DE = help_in(
+HELP_EN_DE = parallel_help(
     "libreoffice-help-en-de",
     "German",
     DebianPackage(
@@ -142,7 +136,7 @@ HELP_EN_DE = help_in(
     ),
 )
 
-HELP_EN_ZH = help_in(
+HELP_EN_ZH = parallel_help(
     "libreoffice-help-en-zh",
     "Chinese",
     DebianPackage(
@@ -158,7 +152,7 @@ HELP_EN_ZH = help_in(
     ),
 )
 
-QURAN_ZH = inside(
+QURAN_ZH = packaged(
     "quran-zh",
     "the Quran in modern Chinese: 6,236 verses, 245,000 characters",
     "CC-BY 4.0 (the package quran-json)",
@@ -176,7 +170,7 @@ QURAN_ZH = inside(
     ),
 )
 
-ENWIK8 = inside(
+ENWIK8 = packaged(
     "enwik8",
     "the first 100,000,000 bytes of an English Wikipedia dump of 2006 (Hutter Prize)",
     "CC-BY-SA 3.0 / GFDL (the authors of Wikipedia)",
@@ -194,7 +188,7 @@ ENWIK8 = inside(
     ),
 )
 
-WIKITEXT_2 = inside(
+WIKITEXT_2 = packaged(
     "wikitext-2",
     "WikiText-2, raw: good and featured articles of English Wikipedia, 2 million words",
     "CC-BY-SA 3.0 (the authors of Wikipedia)",
@@ -222,7 +216,7 @@ WIKITEXT_2 = inside(
     ),
 )
 
-MNIST = inside(
+MNIST = packaged(
     "mnist",
     "MNIST: 60,000 and 10,000 handwritten digits, 28×28, grey",
     "CC-BY-SA 3.0 (LeCun, Cortes, Burges); the package says ISC",
@@ -255,7 +249,7 @@ MNIST = inside(
     ),
 )
 
-CIFAR_10 = inside(
+CIFAR_10 = packaged(
     "cifar-10",
     "CIFAR-10: 50,000 and 10,000 photographs of ten kinds of things, 32×32, in colour",
     "none stated by its authors (Krizhevsky, Nair, Hinton); the package says ISC",

@@ -53,7 +53,7 @@ def path_of(corpus: Corpus, file: str) -> Path:
     return home / file
 
 
-def has(corpus: Corpus) -> bool:
+def is_cached(corpus: Corpus) -> bool:
     """True if all files of a corpus are in the cache."""
     return all((cache_folder() / corpus.name / file.name).exists() for file in corpus.files)
 

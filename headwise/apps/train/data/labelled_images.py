@@ -23,7 +23,7 @@ class Images:
     test: tuple[Tensor, Tensor]
 
 
-def read(source: str) -> Images:
+def read_images(source: str) -> Images:
     """The images of a corpus by name."""
     if source == corpora.MNIST.name:
         names = ("images-idx3-ubyte", "labels-idx1-ubyte")

@@ -18,7 +18,7 @@ class Text:
     test: str
 
 
-def read(source: str | Path) -> Text:
+def read_text(source: str | Path) -> Text:
     """The text of a corpus by name, or of a UTF-8 file, split 90 : 5 : 5 like enwik8."""
     if source == corpora.ENWIK8.name:
         whole = gzip.decompress(path_of(corpora.ENWIK8, "enwik8.gz").read_bytes())
@@ -38,15 +38,15 @@ def read(source: str | Path) -> Text:
             f"{corpora.ENWIK8.name}, {corpora.WIKITEXT_2.name}"
         )
     try:
-        return cut(path.read_text(encoding="utf-8"), path.name)
+        return split_text(path.read_text(encoding="utf-8"), path.name)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path.name} is not UTF-8 text: {error}") from error
 
 
-def cut(text: str, name: str) -> Text:
+def split_text(text: str, name: str) -> Text:
     """Split a text, in order, into 90 % for training, 5 % for validation and 5 % for test.
 
-    >>> parts = cut("abcdefghij" * 10, "letters")
+    >>> parts = split_text("abcdefghij" * 10, "letters")
     >>> len(parts.train), len(parts.valid), len(parts.test)
     (90, 5, 5)
     """

@@ -74,7 +74,7 @@ class Vision:
         pixels, labels = self.images.train
         images = self.scaled(pixels[chosen])
         margin = images.shape[-1] // 8
-        images = moved(images, torch.randint(2 * margin + 1, (len(chosen), 2), generator=random))
+        images = shifted(images, torch.randint(2 * margin + 1, (len(chosen), 2), generator=random))
         shares = F.one_hot(labels[chosen], self.classes).float()
         if not self.photographs:
             return ImageBatch(images, shares)
@@ -116,10 +116,10 @@ class Vision:
         return right / len(labels)
 
 
-def moved(images: Tensor, by: Tensor) -> Tensor:
+def shifted(images: Tensor, by: Tensor) -> Tensor:
     """Shift each image (B, C, H, W) within an empty margin, by its own offset (B, 2).
 
-    >>> moved(torch.ones(1, 1, 8, 8), torch.tensor([[0, 1]]))[0, 0].sum()
+    >>> shifted(torch.ones(1, 1, 8, 8), torch.tensor([[0, 1]]))[0, 0].sum()
     tensor(56.)
     """
     height, width = images.shape[-2:]
