@@ -17,6 +17,7 @@ from headwise.core.problem import Terms
 
 ROWS, KEYS = 256, 1024  # rows and keys of a block of a large problem
 BLOCK = 1 << 19  # elements of a block: two float32 buffers of 2 MiB stay in a core's cache
+GPU_BLOCK = 1 << 24  # on a GPU, whose operations then take longer than to launch them
 WINDOW_ROWS = 128  # fewer rows if they see short stretches, so that less is masked
 
 
@@ -43,13 +44,16 @@ class GroupedShape:
 class Schedule:
     """The blocks of a problem. intervals (P, 2, B|1, Hq|1, N); if `dense`, all are masked."""
 
-    def __init__(self, shape: GroupedShape, intervals: Tensor | None, dense: bool) -> None:
+    def __init__(
+        self, shape: GroupedShape, intervals: Tensor | None, dense: bool, on_gpu: bool = False
+    ) -> None:
         self.shape, self.dense = shape, dense
+        self.block = GPU_BLOCK if on_gpu else BLOCK
         reach = _reach(intervals, shape.keys)  # of the row that sees the most keys in one piece
         rows, group = WINDOW_ROWS if reach <= KEYS // 2 else ROWS, max(1, shape.group)
         self.rows = max(1, min(shape.queries, max(16, rows // group)))
         widest = max(1, min(shape.keys, reach + self.rows))
-        self.keys = min(widest, max(KEYS, BLOCK // (4 * self.rows * group)))
+        self.keys = min(widest, max(KEYS, self.block // (4 * self.rows * group)))
         self.bounds: _Bounds | None = None
         if intervals is not None and intervals.numel():
             self.bounds = _Bounds(intervals, self.rows, shape.group)
@@ -59,7 +63,7 @@ class Schedule:
         shape = self.shape
         if not shape.group:  # no query heads
             return
-        fit = max(1, BLOCK // (self.rows * shape.group * self.keys))
+        fit = max(1, self.block // (self.rows * shape.group * self.keys))
         heads = min(shape.heads, fit)
         entries = max(1, min(shape.batch, fit // shape.heads))
         for b in range(0, shape.batch, entries):

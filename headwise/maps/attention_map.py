@@ -18,7 +18,7 @@ from headwise.core.place import Place
 from headwise.core.policies import Policy, TopK, check_policy
 from headwise.core.problem import Problem, restate, without_dropout
 from headwise.core.row_sums import RowTotals
-from headwise.maps import coverage
+from headwise.maps import coverage, masked_keys
 from headwise.maps.backends import backend_for, coverage_for
 from headwise.maps.coverage import Recall
 from headwise.maps.lazy_map import LazyMap, check_rows, refuse_vmap, times
@@ -279,8 +279,13 @@ class AttentionMap(LazyMap):
 
     def _kept_by(self, policy: Policy, call: str) -> Tensor:
         self._checked(policy, call)
+
+        def held(region: Region, totals: RowTotals) -> Tensor:
+            found = masked_keys.kept(region, totals, policy)
+            return coverage.kept_by(region, totals, policy) if found is None else found
+
         try:
-            return self._rows(lambda region, totals: coverage.kept_by(region, totals, policy))
+            return self._rows(held)
         except ValueError as error:
             raise self._error(str(error), call) from None
 

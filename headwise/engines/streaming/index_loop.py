@@ -69,7 +69,8 @@ class IndexLoop(Loop):
     ) -> None:
         selection = None if selected is None else Chosen(selected, 1)
         super().__init__(q, k, k[..., :0], terms, selection)
-        self.schedule = _AllHeads(self.schedule.shape, terms.intervals, terms.dense is not None)
+        dense = terms.dense is not None
+        self.schedule = _AllHeads(self.schedule.shape, terms.intervals, dense, q.is_cuda)
         self.indexer = Indexer(*(x.to(self.blocks.wide) for x in indexer))
 
     def tiles(self) -> Iterator[_Tile]:

@@ -40,7 +40,7 @@ class Loop:
         self.selection = selection
         blocks = self.blocks
         shape = GroupedShape(q.shape[0], blocks.heads, blocks.group, q.shape[2], k.shape[2])
-        self.schedule = Schedule(shape, terms.intervals, terms.dense is not None)
+        self.schedule = Schedule(shape, terms.intervals, terms.dense is not None, q.is_cuda)
         self.clean = terms.bias is None  # only the mask hides keys
         self.k = self.v = self.nothing = q.new_zeros((), dtype=blocks.wide)
         self.hidden = self.nothing - torch.inf

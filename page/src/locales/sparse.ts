@@ -67,7 +67,7 @@ const zh: typeof en = {
   method: '方法',
   keeps: '一行保留哪些键',
   methods: {
-    'top-k': 'top-k',
+    'top-k': '前 k 个',
     'blocks, exact': '块，精确',
     'blocks, max': '块，上界',
     'blocks, mean': '块，均值',
