@@ -10,7 +10,7 @@ from headwise.bias import Bias
 from headwise.core.intervals import Mask
 from headwise.core.options import Options
 from headwise.core.problem import Problem, Terms, describe, pose
-from headwise.engines.streaming.index_loop import index_loss as operator
+from headwise.engines.index_call import index_loss as operator
 from headwise.handover import sharded, split_calls
 from headwise.score import Score
 

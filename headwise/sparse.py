@@ -26,7 +26,7 @@ from headwise.core.policies import (
 )
 from headwise.core.problem import Problem, pose, restate
 from headwise.dropout import Dropout
-from headwise.engines.streaming.sparse_call import attend
+from headwise.engines.sparse_call import attend
 from headwise.handover import sharded, split_calls
 from headwise.score import Score
 

@@ -25,6 +25,8 @@ Kernels = Literal[
     "maps",
     "packed requests",
     "recorded statistics",
+    "sparse attention",
+    "an indexer's loss",
 ]
 
 

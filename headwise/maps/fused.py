@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from headwise.core.row_sums import RowTotals
-from headwise.engines.triton.host.cards import card
-from headwise.engines.triton.host.launches import launching
+from headwise.engines.triton.host.map_call import (
+    constants,
+    fit_map,
+    flags,
+    known_totals,
+    log_totals,
+    map_call,
+    run_held,
+)
 from headwise.engines.triton.host.operands import (
     Operands,
     loadable,
-    on,
-    operands,
     outer_strides,
-    pad,
     precision,
     tile_side,
     widened,
 )
-from headwise.engines.triton.host.tile_shapes import Shape, fit
-from headwise.engines.triton.kernels.maps import map_lse as logsum
+from headwise.engines.triton.host.tile_shapes import Shape
 from headwise.engines.triton.kernels.maps.map_cells import Effects, cells
 from headwise.engines.triton.kernels.maps.map_cells import Totals as Known
-from headwise.engines.triton.kernels.maps.map_held import held
 from headwise.engines.triton.kernels.maps.map_largest import largest
 from headwise.engines.triton.kernels.maps.map_peaks import peaks
 from headwise.maps import blockwise, coverage
@@ -35,27 +35,13 @@ from headwise.maps.pooling import Cells, Reduction
 from headwise.maps.region import Region
 
 MOST = 64  # largest numbers per row that fit on chip
-CUTS = 8  # of the range of logarithms in one pass over the keys
 
 
 def row_totals(region: Region) -> Totals:
     """The totals that every row's numbers need, over all keys of the region."""
     if not all(region.box.shape):
         return blockwise.row_totals(region)
-    if region.grad is not None:
-        return _effect_totals(region)
-    call = _call_of(region)
-    batch, heads, rows, _ = region.box.shape
-    sums = region.q.new_empty(3, batch, heads, rows, dtype=torch.float32)
-
-    def launch(shape: Shape) -> None:
-        logsum.log_sums[(-(-rows // shape.rows), heads, batch)](
-            call.q, call.k, *sums, outer_strides(call.q), outer_strides(call.k), call.given,
-            *call.sizes, **_constants(shape), **_flags(call),
-        )  # fmt: skip
-
-    _fit_map(call, launch)
-    return RowTotals(*sums)
+    return log_totals(_call_of(region)) if region.grad is None else _effect_totals(region)
 
 
 def _effect_totals(region: Region) -> EffectTotals:
@@ -67,11 +53,11 @@ def _effect_totals(region: Region) -> EffectTotals:
     def launch(shape: Shape) -> None:
         peaks[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, effects, best, key, product, *rest, outer_strides(call.q),
-            outer_strides(call.k), call.given, *call.sizes, **_constants(shape), **_flags(call),
+            outer_strides(call.k), call.given, *call.sizes, **constants(shape), **flags(call),
             **_value_flags(effects),
         )  # fmt: skip
 
-    _fit_map(call, launch, effects)
+    fit_map(call, launch, effects)
     key = torch.where(key < 0, -1, key + region.terms.first_key)
     return PeakSums(best, key, product, Sums(*rest)).totals(region.terms.sinks, region.whole)
 
@@ -112,10 +98,10 @@ def top(region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
         largest[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, norms, known, effects, best, key, outer_strides(call.q),
             outer_strides(call.k), call.given, *call.sizes, count, *_norm_strides(region),
-            KEPT=kept, **_constants(shape), **_flags(call), **_value_flags(effects),
+            KEPT=kept, **constants(shape), **flags(call), **_value_flags(effects),
         )  # fmt: skip
 
-    _fit_map(call, launch, effects)
+    fit_map(call, launch, effects)
     best, order = best[..., :count].sort(descending=True)
     key = key[..., :count].gather(-1, order).long()
     if effects is None:
@@ -140,19 +126,9 @@ def needed(region: Region, totals: RowTotals, share: float) -> Tensor:
 
 def _largest_mass(region: Region, totals: RowTotals, count: int, share: float | None) -> Tensor:
     """The weight of the largest keys, or the number of keys that hold a share, (B, Hq, N)."""
-    batch, heads, rows, _ = region.box.shape
-    call, known, by_mass = _call_of(region), _kernel_totals(totals), share is not None
-    dtype = torch.int32 if by_mass else torch.float32
-    out = region.q.new_empty(batch, heads, rows, dtype=dtype)
-
-    def launch(shape: Shape) -> None:
-        held[(-(-rows // shape.rows), heads, batch)](
-            call.q, call.k, known, out, out, outer_strides(call.q), outer_strides(call.k),
-            call.given, *call.sizes, float(count), share or 0.0, CUTS=CUTS, BY_MASS=by_mass,
-            **_constants(shape), **_flags(call),
-        )  # fmt: skip
-
-    _fit_map(call, launch)
+    dtype = torch.float32 if share is None else torch.int32
+    out = region.q.new_empty(region.q.shape[:3], dtype=dtype)
+    run_held(_call_of(region), totals, out, None, float(count), share or 0.0)
     return out
 
 
@@ -172,11 +148,11 @@ def _reduce(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduc
             call.q, call.k, norms, known, effects, out, outer_strides(call.q),
             outer_strides(call.k), call.given, *call.sizes, len(rows), len(keys), rows.width,
             keys.width, row_steps, key_steps, *_norm_strides(region), ROW_PART=row_part,
-            KEY_PART=key_part, LARGEST=how in ("max", "furthest"), **_constants(shape),
-            **_flags(call), **_value_flags(effects),
+            KEY_PART=key_part, LARGEST=how in ("max", "furthest"), **constants(shape),
+            **flags(call), **_value_flags(effects),
         )  # fmt: skip
 
-    _fit_map(call, launch, effects)
+    fit_map(call, launch, effects)
     return out
 
 
@@ -198,16 +174,7 @@ def _cut(axis: Cells, block: int) -> tuple[int, int, int]:
 
 def _call_of(region: Region) -> Operands:
     """The tensors and sizes of a region as kernels take them."""
-    q, k = widened(region.q, region.k)
-    return operands(q, k, k, region.terms)
-
-
-def _flags(call: Operands) -> dict[str, object]:
-    """The constants of a call that every map kernel is compiled for."""
-    every = call.flags()
-    kept = {name: every[name] for name in ("WIDTH", "PIECES", "CAP")}
-    padded = tile_side(call.q.shape[-1])
-    return kept | {"PADDED": padded, "PRECISION": precision(call.q.dtype)}
+    return map_call(region.q, region.k, region.terms)
 
 
 def _value_flags(effects: Effects | None) -> dict[str, object]:
@@ -221,33 +188,9 @@ def _value_flags(effects: Effects | None) -> dict[str, object]:
     }
 
 
-def _fit_map(
-    call: Operands, launch: Callable[[Shape], None], effects: Effects | None = None
-) -> None:
-    """Launch on the call's GPU with a tile shape that fits it."""
-    q, kernel, width = call.q, "map", call.padded[0]
-    itemsize = q.itemsize
-    if effects is not None:  # a second product, of gradients and values
-        kernel, itemsize = "effects", max(itemsize, effects.v.itemsize)
-        width = max(width, pad(effects.v))
-    with on(q.device), launching("of a map"):
-        fit(kernel, width, itemsize, card(q.device), launch)
-
-
-def _constants(shape: Shape) -> dict[str, int]:
-    """The constants of a tile shape."""
-    return {
-        "ROWS": shape.rows,
-        "KEYS": shape.keys,
-        "num_warps": shape.warps,
-        "num_stages": shape.stages,
-    }
-
-
 def _kernel_totals(found: Totals) -> Known:
     """The totals as kernels take them."""
-    totals = found if isinstance(found, RowTotals) else found.weights
-    return Known(totals.safe_base().contiguous(), totals.log_total.contiguous())
+    return known_totals(found if isinstance(found, RowTotals) else found.weights)
 
 
 def _effects(region: Region, totals: Totals | None) -> Effects | None:

@@ -116,8 +116,25 @@ class LazyMap:
         b, h, *_ = self._parse((batch, head), call := f".head({batch!r}, {head!r})")
         if not isinstance(b, int) or not isinstance(h, int):
             raise self._error("a head is two integers: the batch entry and the head", call)
+        return self._narrowed(range(b, b + 1), range(h, h + 1))
+
+    def entry(self, batch: int) -> Self:
+        """The map of all heads of one batch entry, (1, Hq, N, M): views of this one.
+
+        >>> import torch, headwise as hw
+        >>> amap = hw.attention_map(*torch.randn(2, 3, 8, 100, 16).unbind(0))
+        >>> amap.entry(2)
+        <AttentionMap 1 × 8 × 100 × 100>
+        """
+        b, *_ = self._parse((batch,), call := f".entry({batch!r})")
+        if not isinstance(b, int):
+            raise self._error("a batch entry is an integer", call)
+        return self._narrowed(range(b, b + 1), self.region.box.heads)
+
+    def _narrowed(self, batch: range, heads: range) -> Self:
+        """The map of some batch entries and heads."""
         region = self.region
-        box = Box(range(b, b + 1), range(h, h + 1), region.box.rows, region.box.keys)
+        box = region.box._replace(batch=batch, heads=heads)
         return self._with(region.cut(box), self._totals.cut(box))
 
     @property

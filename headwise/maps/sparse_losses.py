@@ -19,10 +19,11 @@ from headwise.core.policies import Policy, Window, check_policy, of_heads, of_ro
 from headwise.core.problem import Problem, Terms, without_autocast
 from headwise.core.row_sums import LOG_TOTAL, RowResults
 from headwise.engines.operators import CALL, define
+from headwise.engines.sparse_call import kept_rows
 from headwise.engines.streaming.forward_loop import Forward
 from headwise.engines.streaming.loop import Selection
 from headwise.engines.streaming.selection import Joint, select
-from headwise.maps.coverage import needed
+from headwise.maps.backends import coverage_for
 from headwise.maps.region import Region
 
 SHARE = 0.95
@@ -120,12 +121,14 @@ def _computed(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
         whole = Forward(q, k, v, terms, LOG_TOTAL, around).run()
         region = Region(q, k, v[..., :0], terms)
         wide = whole.lse.dtype
-        found = [needed(region, whole.totals(), SHARE).to(wide)]
-        for policy in policies:
-            chosen = select(of_rows(policy, rows), q, k, terms)
-            chosen = chosen if around is None else Joint(around, chosen)
-            bare = terms._replace(sinks=None)
-            part = Forward(q, k, v, bare, LOG_TOTAL, chosen).run()
+        found = [coverage_for(region).needed(region, whole.totals(), SHARE).to(wide)]
+        bare = terms._replace(sinks=None)
+        for policy in (of_rows(policy, rows) for policy in policies):
+            if around is None:
+                part, *_ = kept_rows(q, k, v, bare, policy)
+            else:
+                chosen = Joint(around, select(policy, q, k, terms))
+                part = Forward(q, k, v, bare, LOG_TOTAL, chosen).run()
             found += [whole.weight_of(part), _error(whole, part, terms.sinks)]
         return torch.stack(found)
 

@@ -287,10 +287,12 @@ class Watch(SteppedRecording):
             )
         return super().heads()
 
-    def effects(self, layer: int | str, head: int, batch: int = 0) -> EffectMap:
+    def effects(self, layer: int | str, head: int | None = None, batch: int = 0) -> EffectMap:
         """The effects of a head's edges on what was differentiated, (1, 1, N, M), on demand.
 
-        They are of the last pass, and of all backward passes through it together, as in `.grad`.
+        Without a head they are those of the layer's heads, (1, H, N, M), which `.pool(64)` and the
+        like compute at once. They are of the last pass, and of all backward passes through it
+        together, as in `.grad`.
         Of a sequence that is split between ranks, every rank asks for the same map.
 
         >>> import headwise as hw
@@ -300,10 +302,12 @@ class Watch(SteppedRecording):
         ...     hw.watching.runner_up(gpt.model(ids)).backward()
         >>> seen.effects(layer=5, head=1)
         <EffectMap 1 × 1 × 7 × 7>
+        >>> seen.effects(5).pool(4, how="max").shape
+        torch.Size([1, 8, 4, 4])
         """
         self._ask_for_effects(f"effects({layer!r}, {head!r})")
         found = self.layer(layer)
-        own = found.own_head(head)
+        own = None if head is None else found.own_head(head)
         held = found.held
         why = "its calls were not seen in eager code" if held is None else held.refusal()
         if held is None or why is not None:
@@ -311,6 +315,8 @@ class Watch(SteppedRecording):
         batches = len(held.call.q) if held.call is not None else 0
         if not -batches <= batch < batches:
             raise ValueError(f"there is no batch entry {batch}; there are {batches}")
+        if own is None:
+            return held.map().entry(batch)
         if held.rows.split is not None:
             return held.of_head(own).map().head(batch, 0)
         return held.map().head(batch, own)

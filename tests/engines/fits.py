@@ -121,6 +121,23 @@ def effect_loops(width: int, dtype: torch.dtype) -> None:
         emap.pool(8), emap.received(), emap.row_largest(), emap.top(4)
 
 
+def sparse_loops(width: int, dtype: torch.dtype) -> None:
+    for kind in ("causal", "both"):
+        q, k, v = (normal(1, heads, N, width, dtype=dtype).requires_grad_() for heads in (2, 1, 1))
+        out = hw.sparse.attention(q, k, v, hw.sparse.TopK(8), **options(kind))
+        out.float().sum().backward()
+
+
+def index_losses(width: int, dtype: torch.dtype) -> None:
+    q, k = normal(1, 2, N, width, dtype=dtype), normal(1, 1, N, width, dtype=dtype)
+    index = normal(1, 4, N, 64, dtype=dtype), normal(1, N, 64, dtype=dtype), normal(1, 4, N)
+    index = tuple(x.requires_grad_() for x in index)
+    for kind in ("causal", "both"):
+        given = options(kind)
+        given.pop("dropout", None)
+        hw.index_loss(q, k, *index, **given).backward()
+
+
 @torch.no_grad()
 def moments(width: int, dtype: torch.dtype) -> None:
     """Compute moments without visiting pairs, which only happens in long calls."""
@@ -143,6 +160,8 @@ OTHERS: dict[str, Callable[[int, torch.dtype], None]] = {
     "stored": stored,
     "maps": map_loops,
     "effects": effect_loops,
+    "sparse": sparse_loops,
+    "indexer": index_losses,
     "moments": moments,
     "additive": additive,
 }
@@ -169,8 +188,10 @@ def check(call: str) -> list[str]:
     torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
     given = int(width), DTYPES[dtype]
     if kind in OTHERS:
-        return refused(lambda: OTHERS[kind](*given))
-    return refused(lambda: both_ways(kind, *given))
+        found = refused(lambda: OTHERS[kind](*given))
+    else:
+        found = refused(lambda: both_ways(kind, *given))
+    return [*found, *failures.failed().values()]
 
 
 def main(generation: int, calls: list[str]) -> None:

@@ -74,6 +74,21 @@ def test_a_gradient_of_another_dtype_is_taken_as_it_is() -> None:
     torch.testing.assert_close(emap.to_tensor().double(), wide.to_tensor(), rtol=1e-3, atol=1e-14)
 
 
+def test_all_heads_are_pooled_in_one_pair_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headwise.maps import fused as kernels
+
+    launched = []
+    fit = kernels.fit_map
+    monkeypatch.setattr(kernels, "fit_map", lambda *given: (launched.append(1), fit(*given)))
+    q, k, v, grad = (torch.randn(1, 3, 20, 16, device=DEVICE) for _ in range(4))
+    emap = hw.effect_map(q, k, v, grad, mask=hw.mask.causal())
+    pooled = emap.pool(4, how="max")
+    assert pooled.shape == (1, 3, 4, 4)
+    assert len(launched) == 2  # the totals of the rows, and the cells
+    wide = hw.effect_map(*(x.double() for x in (q, k, v, grad)), mask=hw.mask.causal())
+    torch.testing.assert_close(pooled.double(), wide.pool(4, how="max"), rtol=1e-3, atol=1e-5)
+
+
 def test_a_row_of_nan_stays_in_its_cells() -> None:
     q, k, v, grad = (torch.randn(1, 2, 10, 16, device=DEVICE) for _ in range(4))
     q[0, 1, 4] = torch.nan

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import headwise as hw
+from headwise.engines import failures
 from headwise.maps import backends, blockwise, coverage
 from headwise.maps.pooling import Cells
 from tests.maps.test_attention_map import Truth, edges, map_of
@@ -29,6 +32,14 @@ some = [
     pytest.param(recipe, id=str(recipe.seed), marks=pytest.mark.slow if recipe.seed > 2 else ())
     for recipe in RECIPES
 ]
+
+
+@pytest.fixture(autouse=True)
+def none_fails() -> Iterator[None]:
+    """No kernel may be left to PyTorch without a word."""
+    failures.forget()
+    yield
+    assert not failures.failed()
 
 
 @pytest.mark.parametrize("recipe", some)
@@ -143,12 +154,12 @@ def test_the_weight_of_a_rows_largest_keys_is_that_of_the_matrix(recipe: Recipe)
     assert backends.coverage_for(amap._region) is not coverage
     best = truth.p.sort(dim=-1, descending=True).values
     sums, off = best.cumsum(-1), 2 * truth.sums.sum(-1) + 1e-6
-    counts = [1, 3, 7, 40]
+    counts = [1, 7, 40]
     found = amap.kept(counts).cpu()
     for place, count in enumerate(counts):
         wanted = sums[..., min(count, sums.shape[-1]) - 1]
         assert not close(found[..., place], wanted, off), (count, str(recipe))
-    for share in (0.5, 0.95):
+    for share in (0.9,):
         needed = amap.needed(share).cpu()
         held = torch.cat((torch.zeros_like(best[..., :1]), sums), -1)
         target = share * sums[..., -1]

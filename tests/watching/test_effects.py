@@ -245,20 +245,67 @@ def test_transformers_models_have_effects_in_every_implementation(implementation
     model = transformers.GPT2LMHeadModel(config).eval().double()
     ids = torch.randint(0, 50, (1, 9))
 
-    def last() -> Tensor:
-        return model(ids).logits[0, -1, 3]
+    assert_slopes(model, lambda: model(ids).logits[0, -1, 3])
 
+
+def assert_slopes(model: nn.Module, scalar: Callable[[], Tensor], layers: int = 1) -> None:
+    """The largest edge of some layers is worth what steering it a little says."""
     with hw.watch(model, effects=True) as seen:
-        last().backward()
-    row = seen.edges(1)[0]
-    eps = 1e-4  # the derivative along the edge, by steering it a little
-    steer = [(row["layer"], row["head"], row["key"], 1 + eps, row["query"])]
-    with torch.no_grad():
-        before = last()
-        with hw.steer(model, steer):
-            slope = float(last() - before) / eps
-    p = row["weight"]  # d/dlog(factor) of first order is -effect (1 - p), of any size of p
-    assert slope == pytest.approx(-row["effect"] * (1 - p), rel=1e-2)
+        scalar().backward()
+    rows = {row["layer"]: row for row in reversed(seen.edges(500))}
+    assert len(rows) >= layers
+    for row in list(rows.values())[-layers:]:
+        sides, eps = [], 0.02  # the derivative along the edge, by steering it a little
+        for factor in (math.exp(eps), math.exp(-eps)):
+            steer = [(row["layer"], row["head"], row["key"], factor, row["query"])]
+            with torch.no_grad(), hw.steer(model, steer):
+                sides.append(float(scalar()))
+        slope = (sides[0] - sides[1]) / (2 * eps)
+        p = row["weight"]  # d/dlog(factor) of first order is -effect (1 - p), of any size of p
+        assert slope == pytest.approx(-row["effect"] * (1 - p), rel=1e-2)
+
+
+def test_images_have_effects_alone_and_among_tokens() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = hw.models.ViTConfig(d_model=16, layers=2, heads=2, image=8, patch=2, classes=3)
+    own, image = hw.models.ViT(config).eval().double(), torch.randn(1, 3, 8, 8).double()
+    assert_slopes(own, lambda: runner_up(own(image)), layers=2)
+    small = {"intermediate_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
+    vision = transformers.CLIPVisionConfig(
+        image_size=16, patch_size=8, num_attention_heads=2, **small
+    )
+    text = transformers.LlamaConfig(vocab_size=99, num_attention_heads=4, **small)
+    both = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            vision_config=vision, text_config=text, image_token_index=98, vision_feature_layer=-1
+        )
+    )
+    both = both.eval().double()
+    ids = torch.cat((torch.full((1, 4), 98), torch.arange(6)[None]), 1)
+    pixels = torch.randn(1, 3, 16, 16).double()
+    assert_slopes(
+        both, lambda: runner_up(both(input_ids=ids, pixel_values=pixels).logits), layers=2
+    )
+    with hw.watch(both, effects=True) as seen:
+        runner_up(both(input_ids=ids, pixel_values=pixels).logits).backward()
+    tower, words = seen.effects(0), seen.effects(1)
+    assert tower.shape == (1, 2, 5, 5)  # patches and a class token
+    on_image = words.pool(10)[..., :4].abs().sum((1, 2, 3))
+    assert (on_image > 0).all()  # the image's tokens in the prompt
+
+
+def test_the_effects_of_a_layer_are_those_of_its_heads() -> None:
+    model, x = Block("own"), torch.randn(2, 9, 16)
+    with hw.watch(model, effects=True) as seen:
+        model(x).square().sum().backward()
+    every = seen.effects(0, batch=1)
+    assert every.shape == (1, 2, 9, 9)
+    for head in range(2):
+        one = seen.effects(0, head, batch=1)
+        torch.testing.assert_close(every.pool(4, how="max")[:, head], one.pool(4, how="max")[:, 0])
+    with pytest.raises(ValueError, match="there is no batch entry 2"):
+        seen.effects(0, batch=2)
 
 
 def test_dropout_and_missing_gradients_are_said_in_words() -> None:

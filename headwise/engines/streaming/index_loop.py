@@ -1,4 +1,4 @@
-"""The loss that teaches an indexer which keys attention looks at, block by block, as operators.
+"""The loss that teaches an indexer which keys attention looks at, block by block.
 
 With T_j the weight of key j summed over the heads of a row, A = Σ T, and I_j the indexer's score,
 the divergence of T/A from softmax(I) is (Σ T log T − Σ T I)/A − log A + log Σ exp(I), and its slope
@@ -8,22 +8,16 @@ in I_j is softmax(I)_j − T_j/A: one pass over the keys for the loss and one fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.core.blocks import Unit
-from headwise.core.problem import Terms, without_autocast
-from headwise.core.row_sums import LOG_TOTAL, RowTotals
+from headwise.core.problem import Terms
 from headwise.core.schedule import Schedule
-from headwise.engines.operators import CALL, define, differentiable
-from headwise.engines.streaming.forward_loop import Forward
 from headwise.engines.streaming.loop import Loop
 from headwise.engines.streaming.selection import Chosen
-
-_TERMS = len(Terms._fields)
-INDEXER = "Tensor index_q, Tensor index_k, Tensor index_weights, Tensor? selected"
 
 
 class Indexer(NamedTuple):
@@ -142,59 +136,3 @@ def gradients(loop: IndexLoop, rows: RowLoss, grad: Tensor) -> Indexer:
         found.q[heads] += each @ index.k[entry, tile.columns]
         found.k[entry, tile.columns] += torch.einsum("hrc,hrd->cd", each, index.q[heads])
     return found
-
-
-def _loop(q: Tensor, k: Tensor, given: tuple[Any, ...]) -> tuple[IndexLoop, Terms]:
-    terms = Terms(*given[:_TERMS])
-    *indexer, selected = given[_TERMS : _TERMS + 4]
-    return IndexLoop(q, k, terms, Indexer(*indexer), selected), terms
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    with without_autocast(q.device):
-        loop, terms = _loop(q, k, given)
-        found = Forward(q, k, k[..., :0], terms, LOG_TOTAL, loop.selection).run()
-        assert found.log_total is not None
-        loop.divide_by(found.totals())
-        return *row_loss(loop), found.lse, found.max_logit, found.log_total
-
-
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    batch, heads, rows, _ = q.shape
-    row = (q.new_empty(batch, rows, dtype=wide) for _ in range(3))
-    head = (q.new_empty(batch, heads, rows, dtype=wide) for _ in range(3))
-    return *row, *head
-
-
-def _backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
-    grad, rows, totals = given[-1], RowLoss(*given[-7:-4]), RowTotals.known(*given[-4:-1])
-    with without_autocast(q.device):
-        loop, _ = _loop(q, k, given)
-        loop.divide_by(totals)
-        found = gradients(loop, rows, grad)
-    indexer = given[_TERMS : _TERMS + 3]
-    return [grad.to(x.dtype) for grad, x in zip(found, indexer, strict=True)]
-
-
-def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
-    made = given[_TERMS : _TERMS + 3]
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in made]
-
-
-index_loss = define(
-    "index_loss",
-    f"({CALL}, {INDEXER}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _forward_shapes,
-)
-"""`RowLoss`, and lse, max_logit and log_total of the main heads."""
-
-_BACKWARD = define(
-    "index_loss_backward",
-    f"({CALL}, {INDEXER}, Tensor divergence, Tensor mass, Tensor index_lse, Tensor lse, "
-    "Tensor max_logit, Tensor log_total, Tensor grad) -> Tensor[]",
-    _backward,
-    _backward_shapes,
-)
-differentiable(index_loss, _BACKWARD, tuple(range(3 + _TERMS, 6 + _TERMS)), "index_loss")

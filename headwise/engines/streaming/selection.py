@@ -24,9 +24,10 @@ from headwise.engines.streaming.loop import Loop, Selection
 
 @dataclass(frozen=True, eq=False)
 class Above(Selection):
-    """Keys with a logit of at least `least`; of those that equal it, up to key `last`."""
+    """Keys with a logit of at least `least`; of those below `above`, up to key `last`."""
 
     least: Tensor  # (B, Hq, N)
+    above: Tensor  # (B, Hq, N)
     last: Tensor  # (B, Hq, N) int32
     tied: bool  # some row has more equal keys than room
 
@@ -34,8 +35,8 @@ class Above(Selection):
         least = _of_rows(loop, unit, rows, self.least)
         kept = (s < least).logical_not_()  # NaN stays, so that its row is NaN
         if self.tied:
-            last = _of_rows(loop, unit, rows, self.last)
-            kept &= (s != least) | (loop.blocks.columns[columns] <= last)
+            above, last = (_of_rows(loop, unit, rows, x) for x in (self.above, self.last))
+            kept &= ((s < above) & (loop.blocks.columns[columns] > last)).logical_not_()
         return kept
 
 
@@ -178,7 +179,8 @@ class _Largest(_Choice):
         tied = False
         for rows in self.row_blocks():
             tied |= self.of_rows(rows)
-        return Above(self.least, self.last, tied)
+        above = torch.nextafter(self.least, self.least.new_tensor(torch.inf))
+        return Above(self.least, above, self.last, tied)
 
     def of_rows(self, rows: _Rows) -> bool:
         """Find the bounds of some rows; True if one of them has more equal keys than room."""

@@ -45,7 +45,7 @@ def run(
     launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
 ) -> RowResults:
     """Return the output and the results that `wants` names, from the kernels for this problem."""
-    kernels = run_forward
+    kernels: Run = run_forward
     if terms.additive is not None:
         kernels = run_additive
     elif decodes(q, k, terms):

@@ -30,14 +30,20 @@ from headwise.engines.triton.kernels.grad_keys import grad_keys, row_blocks
 from headwise.engines.triton.kernels.grad_queries import RowSums, grad_queries
 from headwise.engines.triton.kernels.grad_small import grad_bias, grad_distance
 from headwise.engines.triton.kernels.gradients import WHOLE, Rows, fill_rows
+from headwise.engines.triton.kernels.maps.map_held import Bounds
 
 
 def differentiate_dot(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    given: BackwardInputs,
+    largest: Bounds | None = None,
 ) -> Gradients:
     """Return the gradients of every input from those of out, lse and entropy."""
     with on(q.device):
-        call = BackwardCall(q, k, v, terms, given.out, given.grad_out)
+        call = BackwardCall(q, k, v, terms, given.out, given.grad_out, largest)
         share = sink_share(terms.sinks, given.totals)
         rows = call.numbers(given.out, given.totals)
         _, grad_sinks = given.row_constants(rows.shared[..., : call.rows], share)
@@ -63,10 +69,17 @@ class BackwardCall:
     """The launches of one backward call."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, grad_out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        terms: Terms,
+        out: Tensor,
+        grad_out: Tensor,
+        largest: Bounds | None,
     ) -> None:
         self.start = Launches().start
-        self.operands: Operands = operands(q, k, v, terms)
+        self.operands: Operands = operands(q, k, v, terms, largest)
         self.grad_out, step = loadable(grad_out)
         q_steps, k_steps, v_steps = self.operands.steps
         self.steps = q_steps, step, k_steps, v_steps

@@ -21,20 +21,27 @@ from headwise.engines.triton.host.operands import (
 from headwise.engines.triton.host.tile_shapes import Shape, fit, loads_pairs
 from headwise.engines.triton.host.tile_shapes import shape as shape_of
 from headwise.engines.triton.kernels.forward import forward
+from headwise.engines.triton.kernels.maps.map_held import Bounds
 
 NO_MOMENTS: dict[str, None] = dict.fromkeys(("logit_mean", "logit_var", "visible"))
 FEW_ROWS = 64  # those of sampled statistics: more rows per tile would be computed for nothing
 
 
 def run_forward(
-    launches: Launches, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants: int
+    launches: Launches,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    wants: int,
+    largest: Bounds | None = None,
 ) -> RowResults:
-    """Return the output and the results that `wants` names."""
+    """Return the output and the results that `wants` names, perhaps over the largest keys only."""
     found = launches.empty_results(q, v, wants)
     if found.lse.numel() == 0:
         return found
     valued = v.shape[-1] > 0  # if not, no values are loaded: the keys only stand in for them
-    call = operands(q, k, v if valued else k, terms)
+    call = operands(q, k, v if valued else k, terms, largest)
     flags = call.flags()
     wide = max(flags["PADDED"], flags["PADDED_VALUES"])
     kernel = "capped" if terms.softcap else "forward"

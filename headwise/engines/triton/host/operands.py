@@ -17,6 +17,7 @@ from headwise.core.intervals import FURTHEST
 from headwise.core.problem import Terms
 from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
+from headwise.engines.triton.kernels.maps.map_held import Bounds
 from headwise.engines.triton.kernels.tile import Given, Sizes
 
 Steps = list[int] | None
@@ -45,7 +46,7 @@ class Operands:
         """The compile-time switches that forward and backward share."""
         terms = self.terms
         width, values = self.padded
-        added = (terms.additive, terms.bias, terms.slopes, terms.relative)
+        added = (terms.additive, terms.bias, terms.slopes, terms.relative, self.given.least)
         # The maximum may be taken before a positive factor only, and its product must be finite.
         plain = 1e-6 < (terms.softcap or terms.scale) < 1e6 and all(x is None for x in added)
         return {
@@ -100,8 +101,10 @@ def narrow(terms: Terms) -> bool:
     return terms.band is not None and len(terms.band) == 3 and terms.band[2] - terms.band[1] <= 4096
 
 
-def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
-    """Gather the arguments of a call's kernels."""
+def operands(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, largest: Bounds | None = None
+) -> Operands:
+    """Gather the arguments of a call's kernels; `largest`: each row keeps only its largest keys."""
     (q, q_steps), (k, k_steps), (v, v_steps) = loadable(q), loadable(k), loadable(v)
     intervals = None if terms.intervals is None else terms.intervals.contiguous()
     step = batch = head = 0
@@ -127,6 +130,10 @@ def operands(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Operands:
         None if terms.sinks is None else terms.sinks.contiguous(),
         seed,
         origin,
+        None if largest is None else largest.least,
+        None if largest is None else largest.above,
+        None if largest is None else largest.last,
+        None if largest is None else largest.least.stride()[:2],
     )
     sizes = Sizes(
         q.shape[2],

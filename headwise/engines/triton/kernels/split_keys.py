@@ -232,7 +232,9 @@ def split_step(
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch,
         scale_head, page_batch,
     )  # fmt: skip
-    given = Given(None, None, None, None, None, None, None, None, None, None, None)
+    given = Given(
+        None, None, None, None, None, None, None, None, None, None, None, None, None, None, None
+    )  # fmt: skip
     maximum = mixed + size * WIDTH
     parts = RowParts(mixed, maximum, maximum + size)
     share(

@@ -36,6 +36,10 @@ class Given(NamedTuple):
     sinks: Tensor | None  # (Hq,)
     seed: Tensor | None  # () int64
     origin: Tensor | None  # (2,) int64: the numbers of the first batch entry and head, if not 0
+    least: Tensor | None = None  # (B, Hq, N) float32: a row keeps only logits from this one on
+    above: Tensor | None = None  # (B, Hq, N) float32: of those below it, keys up to `last`
+    last: Tensor | None = None  # (B, Hq, N) int32
+    row_strides: tuple[int, ...] | None = None  # of batch and head in these three
 
 
 class Sizes(NamedTuple):
@@ -205,7 +209,18 @@ def logits(
             # one comparison instead of two: as unsigned, a negative difference is large
             length = tl.maximum(last - first, 0).to(tl.uint32)
             s = tl.where((j - first).to(tl.uint32) < length, s, NOTHING)
+    if t.least is not None:
+        s = largest_only(s, t, z, b, h, i, j)
     return s, bent
+
+
+@triton.jit
+def largest_only(s, t, z, b, h, i, j):
+    """Hide logits that are not among those that their row keeps; NaN stays."""
+    line = b.to(tl.int64) * t.row_strides[0] + h.to(tl.int64) * t.row_strides[1]
+    line += tl.minimum(i, z.queries - 1)
+    late = (s < tl.load(t.above + line)) & (j > tl.load(t.last + line))
+    return tl.where((s < tl.load(t.least + line)) | late, NOTHING, s)
 
 
 @triton.jit

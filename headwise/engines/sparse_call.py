@@ -1,4 +1,6 @@
-"""Attention over the keys that a policy keeps: the streaming loops with a selection, as operators.
+"""Attention over the keys that a policy keeps, as operators: streaming loops with a selection.
+
+The largest keys of each row are found and attended to by Triton's kernels where they can be.
 
 The weights are those of softmax over the kept keys, and the sinks. Gradients flow as if the other
 keys were not there: the choice itself has none.
@@ -14,7 +16,8 @@ from torch import Tensor
 from headwise.core.policies import Blocks, Evicted, Indices, Policy, TopK, Window
 from headwise.core.problem import Problem, Terms, without_autocast
 from headwise.core.row_sums import LOG_TOTAL, RowResults, RowTotals, empty_results
-from headwise.engines.gradients import BackwardInputs
+from headwise.engines.fused import fused
+from headwise.engines.gradients import BackwardInputs, Gradients
 from headwise.engines.learning import BIAS
 from headwise.engines.operators import (
     CALL,
@@ -72,7 +75,7 @@ def _numbers(amount: int | tuple[int, ...]) -> list[int]:
 def _parts(selection: Selection) -> tuple[Tensor | None, Tensor | None]:
     """The tensors of a selection."""
     if isinstance(selection, Above):
-        return selection.least, selection.last
+        return torch.stack((selection.least, selection.above)), selection.last
     if isinstance(selection, Chosen):
         return selection.numbers, None
     return (selection.some, None) if isinstance(selection, Columns) else (None, None)
@@ -83,21 +86,37 @@ def _selection(
 ) -> Selection:
     """The selection of these tensors, in a call of so many keys."""
     if kind == "top":
-        return Above(first, second, tied=bool((second < keys).any()))
+        return Above(first[0], first[1], second, tied=bool((second < keys).any()))
     if kind == "window":
         return Band(*numbers)
     return Columns(first) if kind == "evicted" else Chosen(first, *(numbers or [1]))
 
 
+def _fused(name: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Any:
+    return fused("largest_call", name, "sparse attention", q, v, given[0], q, k, v, *given)
+
+
+def kept_rows(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, policy: Policy
+) -> tuple[RowResults, Tensor | None, Tensor | None]:
+    """The results of every row over the keys that a policy keeps, and its selection's tensors."""
+    if isinstance(policy, TopK):
+        found: tuple[RowResults, Tensor, Tensor] | None
+        found = _fused("attend", q, k, v, terms, policy.k)
+        if found is not None:
+            return found
+    with without_autocast(q.device):
+        selection = select(policy, q, k, terms)
+        return Forward(q, k, v, terms, LOG_TOTAL, selection).run(), *_parts(selection)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """The results that the backward needs, and the tensors of the selection."""
     terms, policy = Terms(*given[:_TERMS]), _unpacked(*given[_TERMS:])
-    with without_autocast(q.device):
-        selection = select(policy, q, k, terms)
-        rows = Forward(q, k, v, terms, LOG_TOTAL, selection).run()
+    rows, *kept = kept_rows(q, k, v, terms, policy)
     assert rows.log_total is not None
     # an operator's results must be tensors of their own
-    parts = (q.new_empty(0) if x is None else x.clone() for x in _parts(selection))
+    parts = (q.new_empty(0) if x is None else x.clone() for x in kept)
     return rows.out, rows.lse, rows.max_logit, rows.log_total, *parts
 
 
@@ -107,7 +126,7 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tenso
     assert rows.log_total is not None
     first, second = q.new_empty(0), q.new_empty(0)
     if kind == "top":
-        first = torch.empty_like(rows.lse)
+        first = rows.lse.new_empty(2, *rows.lse.shape)
         second = torch.empty_like(rows.lse, dtype=torch.int32)
     elif kind.startswith("blocks"):
         most = min(max(amount), -(-k.shape[2] // numbers[0]))
@@ -122,11 +141,15 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
     terms = Terms(*given[:_TERMS])
     kind, numbers, _, _ = given[_TERMS : _TERMS + _POLICY]
     out, lse, max_logit, log_total, first, second, grad_out, bias_learns = given[_TERMS + _POLICY :]
-    selection = _selection(kind, numbers, first, second, k.shape[2])
     totals = RowTotals.known(lse, max_logit, log_total)
-    with without_autocast(q.device):
-        inputs = BackwardInputs(out, totals, None, grad_out, bias_learns=bias_learns)
-        found = Backward(q, k, v, terms, inputs, selection).run()
+    inputs = BackwardInputs(out, totals, None, grad_out, bias_learns=bias_learns)
+    found: Gradients | None = None
+    if kind == "top":
+        found = _fused("differentiate", q, k, v, terms, inputs, first, second)
+    if found is None:
+        selection = _selection(kind, numbers, first, second, k.shape[2])
+        with without_autocast(q.device):
+            found = Backward(q, k, v, terms, inputs, selection).run()
     pairs = zip(found, learnable(q, k, v, terms, bias_learns), strict=True)
     return [
         grad.to(x.dtype).contiguous() for grad, x in pairs if grad is not None and x is not None

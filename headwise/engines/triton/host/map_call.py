@@ -1,0 +1,127 @@
+"""The launches of map kernels: a call without values, and a shape of tiles that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.core.problem import Terms
+from headwise.core.row_sums import RowTotals
+from headwise.engines.triton.host.cards import card
+from headwise.engines.triton.host.launches import launching
+from headwise.engines.triton.host.operands import (
+    Operands,
+    on,
+    operands,
+    outer_strides,
+    pad,
+    precision,
+    tile_side,
+    widened,
+)
+from headwise.engines.triton.host.tile_shapes import Shape, fit
+from headwise.engines.triton.kernels.maps import map_lse
+from headwise.engines.triton.kernels.maps.map_cells import Effects
+from headwise.engines.triton.kernels.maps.map_cells import Totals as Known
+from headwise.engines.triton.kernels.maps.map_held import Bounds, held
+
+CUTS = 8  # of the range of logarithms in one pass over the keys
+
+
+def map_call(q: Tensor, k: Tensor, terms: Terms) -> Operands:
+    """The tensors and sizes of a call as map kernels take them."""
+    q, k = widened(q, k)
+    return operands(q, k, k, terms)
+
+
+def flags(call: Operands) -> dict[str, object]:
+    """The constants of a call that every map kernel is compiled for."""
+    every = call.flags()
+    kept = {name: every[name] for name in ("WIDTH", "PIECES", "CAP")}
+    padded = tile_side(call.q.shape[-1])
+    return kept | {"PADDED": padded, "PRECISION": precision(call.q.dtype)}
+
+
+def fit_map(
+    call: Operands, launch: Callable[[Shape], None], effects: Effects | None = None
+) -> None:
+    """Launch on the call's GPU with a tile shape that fits it."""
+    q, kernel, width = call.q, "map", call.padded[0]
+    itemsize = q.itemsize
+    if effects is not None:  # a second product, of gradients and values
+        kernel, itemsize = "effects", max(itemsize, effects.v.itemsize)
+        width = max(width, pad(effects.v))
+    with on(q.device), launching("of a map"):
+        fit(kernel, width, itemsize, card(q.device), launch)
+
+
+def constants(shape: Shape) -> dict[str, int]:
+    """The constants of a tile shape."""
+    return {
+        "ROWS": shape.rows,
+        "KEYS": shape.keys,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
+
+
+def known_totals(totals: RowTotals) -> Known:
+    """The totals of rows as kernels take them."""
+    return Known(totals.safe_base().contiguous(), totals.log_total.contiguous())
+
+
+def log_totals(call: Operands) -> RowTotals:
+    """The totals of every row over all keys, (B, Hq, N) each; there must be rows and keys."""
+    rows = call.q.shape[2]
+    sums = call.q.new_empty(3, *call.q.shape[:3], dtype=torch.float32)
+
+    def launch(shape: Shape) -> None:
+        map_lse.log_sums[_grid(call, -(-rows // shape.rows))](
+            call.q, call.k, *sums, outer_strides(call.q), outer_strides(call.k), call.given,
+            *call.sizes, **constants(shape), **flags(call),
+        )  # fmt: skip
+
+    fit_map(call, launch)
+    return RowTotals(*sums)
+
+
+def run_held(
+    call: Operands,
+    totals: RowTotals,
+    out: Tensor | None,
+    bounds: Bounds | None,
+    count: float = 0.0,
+    share: float = 0.0,
+) -> None:
+    """Write the weight of each row's `count` largest keys, or with integers how many hold a share.
+
+    With bounds, write those instead of `out`.
+    """
+    rows, known = call.q.shape[2], known_totals(totals)
+    by_mass = out is not None and not out.is_floating_point()
+
+    def launch(shape: Shape) -> None:
+        held[_grid(call, -(-rows // shape.rows))](
+            call.q, call.k, known, out, out, bounds, outer_strides(call.q), outer_strides(call.k),
+            call.given, *call.sizes, count, share, CUTS=CUTS, BY_MASS=by_mass,
+            **constants(shape), **flags(call),
+        )  # fmt: skip
+
+    fit_map(call, launch)
+
+
+def largest_bounds(q: Tensor, k: Tensor, terms: Terms, amount: Tensor) -> Bounds:
+    """What tells the largest keys of each row from the others; amount (B, Hq, N) int32."""
+    call = map_call(q, k, terms._replace(sinks=None))
+    least, above = q.new_empty(2, *q.shape[:3], dtype=torch.float32)
+    bounds = Bounds(amount.contiguous(), least, above, torch.empty_like(amount.contiguous()))
+    run_held(call, log_totals(call), None, bounds)
+    return bounds
+
+
+def _grid(call: Operands, blocks: int) -> tuple[Any, ...]:
+    """One program per block of rows, head and batch entry."""
+    return blocks, call.q.shape[1], call.q.shape[0]
