@@ -6,6 +6,7 @@ import copy
 import operator
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
+from headwise.core.mask_parts import part_of
 from headwise.core.place import Place
 from headwise.mask import Mask
 from tests import problems
@@ -86,6 +88,24 @@ def test_a_part_of_the_sequence_sees_its_part_of_the_mask(
     whole = rule.matrix(sizes)
     wanted = whole[:, :, first_query : first_query + queries, first_key : first_key + keys]
     assert torch.equal(shown(rule.mask, part), wanted)
+
+
+@given(rules(), st.data())
+def test_some_heads_and_batch_entries_see_their_part_of_the_mask(
+    drawn: tuple[Sizes, Rule], data: st.DataObject
+) -> None:
+    sizes, rule = drawn
+    place = replace(place_of(sizes), heads=4)
+    batch, heads = (
+        range(data.draw(st.integers(0, count - 1)), count) for count in (sizes.batch, 4)
+    )
+    mask = part_of(rule.mask, place, batch, heads)
+    assert mask is not None
+    found = shown(mask, replace(place, batch=len(batch), heads=len(heads)))
+    whole = rule.matrix(sizes).expand(sizes.batch, 4, -1, -1)
+    assert torch.equal(found, whole[batch.start :, heads.start :])
+    causal = hw.mask.causal()  # which is the same for all
+    assert part_of(causal, replace(place, batch=3), range(1), range(4)) is causal
 
 
 @given(rules())
@@ -256,6 +276,15 @@ def test_more_than_two_intervals_per_row_are_an_error_that_says_what_to_use() ->
     with pytest.raises(ValueError, match="4 intervals per row"):
         (a | b) & (b | c)
     assert ((a | b) & c).pieces == 2
+
+
+@pytest.mark.parametrize("sign", ["&", "|"])
+def test_both_masks_of_a_combination_must_fit_the_call(sign: str) -> None:
+    right, wrong = hw.mask.causal(), hw.mask.documents(torch.tensor([0, 0, 1]))
+    for pair in ((right, wrong), (wrong, right)):
+        mask = pair[0] & pair[1] if sign == "&" else pair[0] | pair[1]
+        with pytest.raises(ValueError, match="ids have shape"):
+            mask.check(Place(1, 1, 5, 5))
 
 
 def test_dense_with_anything_is_dense() -> None:
