@@ -38,8 +38,7 @@ from headwise.costs.tracing.traced_model import TracedModel, encoded
 from headwise.files import write_whole
 
 KEPT = RESULTS / "cost_families.json"
-PAGES = [RESULTS.parent.parent / "docs" / name
-         for name in ("cost-families.md", "cost-families.zh.md")]  # fmt: skip
+PAGE = RESULTS.parent.parent / "docs" / "cost-families.md"
 
 SAMPLE = ("bart", "bloom", "falcon", "gemma3_text", "gptj", "hrm_text", "llama", "mamba2",
           "mixtral", "mobilenet_v1", "mpt", "nemotron_h", "olmo2", "qwen3", "rwkv", "t5",
@@ -436,8 +435,7 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write what was kept into docs")
     asked = parser.parse_args()
     if asked.docs:
-        for page in PAGES:
-            page.write_text(documented(page.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(documented(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return
     part, parts = (int(each) for each in asked.part.split("/"))
     there = known() if asked.missing else {}

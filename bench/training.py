@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from bench.pairs import seconds
 from headwise.apps.train.presets import preset
 from headwise.apps.train.trainer import autocast
+from headwise.costs import DEVICES
 from headwise.models import GPT, GPTConfig
 from headwise.nn import MultiHeadAttention, SwiGLU
 
-PEAK = 989e12
+PEAK = DEVICES["h200"].peak("bf16")
 SMALL = GPTConfig(
     vocabulary=1000, context=256, d_model=128, layers=2, heads=4, feed_forward=SwiGLU(256)
 )

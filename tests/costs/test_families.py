@@ -201,3 +201,13 @@ def test_layers_of_pytorch_inside_a_module_are_counted_with_their_fused_attentio
     inside = hw.cost(torch.nn.Sequential(layer), inputs=torch.randn(2, 32, 64), dtype="fp32",
                      device="cpu")  # fmt: skip
     assert (inside.params, inside.flops) == (alone.params, alone.flops)
+
+
+def test_layers_that_run_what_they_are_given_are_not_taken_for_equal() -> None:
+    """A layer may call a function, or a module elsewhere: what that does is its own work."""
+    model = hw.models.Conv(hw.models.ConvConfig(vocabulary=50, d_model=32, layers=3))
+    read = hw.cost(model, batch=2, queries=32, dtype="fp32", device="cpu")
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    traced = hw.cost(model, inputs=ids, dtype="fp32", device="cpu")
+    figures = ("params", "flops", "backward_flops", "activations")
+    assert [getattr(traced, x) for x in figures] == [getattr(read, x) for x in figures]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from bench import cost
+from bench.pairs import RESULTS
 from headwise.costs.machines import measure, trials
 from headwise.costs.machines.clock import Clock
-from headwise.costs.machines.hardware import DEVICES
+from headwise.costs.machines.hardware import DEVICES, Device
+from headwise.costs.machines.speeds import speeds_from
 
 CPU = torch.device("cpu")
 SMALL = [cost.Cell(32, 2, 2, 1, 48, True), cost.Cell(32, 2, 1, 2, 40, True, decode=True)]
@@ -89,3 +92,17 @@ def test_a_gpu_computes_an_exponential_faster_than_it_moves_one() -> None:
     clock = Clock(torch.device("cuda"), 3, 0.01)
     special, _ = measure.measure_special(clock)
     assert special < 4 / measure.measure_bandwidth(clock, trials.CUDA)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_recorded_predictions_are_those_that_are_made_now(kind: str) -> None:
+    """Measured times are kept; what the counts have become must predict them as well."""
+    kept = json.loads((RESULTS / f"cost_{kind}.json").read_text(encoding="utf-8"))
+    fields = kept["calibration"]
+    measured = {dtype: speeds_from(each) for dtype, each in fields["measured"].items()}
+    device = Device(**{**fields, "measured": measured})
+    names = [each.name for each in dataclasses.fields(cost.Cell)]
+    for row in kept["cells"]:
+        cell = cost.Cell(**{name: row[name] for name in names})
+        found = cell.predicted(device, kept["machine"]["dtype"])
+        assert found == pytest.approx(row["predicted"], rel=1e-6), cell

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,6 +15,7 @@ import torch
 from headwise.costs.machines import hardware
 from headwise.costs.machines.hardware import Device
 from headwise.costs.machines.speeds import speeds_from
+from headwise.devices import cpu_name
 from headwise.files import cache_folder, write_whole
 from headwise.messages import say
 
@@ -70,13 +70,7 @@ def hardware_name(where: torch.device) -> str:
         return torch.cuda.get_device_name(where)
     if where.type != "cpu":
         return where.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = names[0] if names else platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def memory_of(where: torch.device) -> float:

@@ -80,7 +80,7 @@ class LayerList:
             self.repeats.add(path)
             self.ran[path] = known
             return self._repeat(known, module, leaves)
-        out = self._first(key, module, part(), forward, args, kwargs, leaves)
+        out = self._first(key, path, module, part(), forward, args, kwargs, leaves)
         self.ran[path] = self.kinds[key]
         return out
 
@@ -98,6 +98,7 @@ class LayerList:
     def _first(
         self,
         key: Any,
+        path: str,
         module: nn.Module,
         part: CountedPart,
         forward: Callable[..., Any],
@@ -106,7 +107,7 @@ class LayerList:
         leaves: list[Any],
     ) -> Any:
         recorder = self.recorder
-        call = LayerCall(part, self._parent())
+        call = LayerCall(part, self._parent(), path)
         ran = {id(node): len(node.forward) for node in tree(part)}
         outermost = call.parent is None
         if outermost and recorder.work.recompute == "layers":
@@ -137,6 +138,7 @@ class LayerList:
             {storage_id(x) for x in outputs if isinstance(x, Tensor)} & call.asked,
             any(hasattr(leaf, "get_seq_length") for leaf in leaves),
             [number for number in (number_of(module),) if number is not None],
+            call.strays,
         )
         return out
 
@@ -199,10 +201,10 @@ def described(leaves: list[Any], recorder: Recorder) -> tuple[Any, ...]:
             found.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, alias, mask))
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             found.append(leaf)
-        elif hasattr(leaf, "get_seq_length") and type(leaf).__name__ not in CACHES:
-            found.append(
-                object()
-            )  # its layers may share more than `copy_state` knows: run them all
+        elif callable(leaf) or (
+            hasattr(leaf, "get_seq_length") and type(leaf).__name__ not in CACHES
+        ):  # what it runs, or what its layers share, may be each layer's own: run them all
+            found.append(object())
         else:
             found.append(type(leaf))
     return tuple(found)

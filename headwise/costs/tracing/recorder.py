@@ -47,7 +47,9 @@ class LayerCall:
 
     part: CountedPart
     parent: LayerCall | None
+    path: str = ""
     asked: set[int] = field(default_factory=set)
+    strays: bool = False  # it runs modules that are not its own, which are counted elsewhere
 
 
 @dataclass(eq=False)

@@ -253,6 +253,8 @@ class TracedModel:
             if isinstance(x, Tensor) and x.ndim == 4 and storage_id(x) in recorder.masks
         ]
         with recorder.under(masks):
+            for call in recorder.calls:
+                call.strays = call.strays or not path.startswith(f"{call.path}.")
             if path in made.layers.ran:
                 made.layers.again(path)
             elif path in self._structures:
