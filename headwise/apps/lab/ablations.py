@@ -135,31 +135,6 @@ def design_hash() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def adopt(lab: Lab, folders: Sequence[Path]) -> int:
-    """Keep the rows of the recorded table, and of claims, as pieces of a lab; their number.
-
-    Runs of claims hold more figures than those of the table, and replace them.
-    """
-    assert lab.folder is not None
-    found = dict[str, dict[int, Run]]()
-    rows: Mapping[str, Any] = {}
-    for folder in folders:
-        for file in (folder / FILE, *folder.glob(f"*.{lab.form}.json")):
-            content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-            rows = content.get("rows", rows)
-            for run in [*content.get("runs", []), *content.get("figures", {}).get("runs", [])]:
-                variant = run.get("variant", "")
-                if "rate" in run:
-                    mine = found.setdefault(variant, {})
-                    mine[run["seed"]] = {**mine.get(run["seed"], {}), **run}
-    for variant, mine in found.items():
-        settings = {"variant": variant, "seeds": len(mine)}
-        runs = [mine[seed] for seed in sorted(mine)]
-        about = {"variant": variant, "lengths": "", "parameters": None, **rows.get(variant, {})}
-        lab.store(f"translate-{variant}", train, {**about, "runs": runs}, 0.0, **settings)
-    return len(found)
-
-
 @dataclass(frozen=True)
 class Translators:
     """Trained translators, and what a table knows of them besides."""

@@ -367,17 +367,6 @@ def piece(
 
 
 @app.command(hidden=True)
-def adopt(
-    out: Annotated[Path, typer.Option(help="The folder of pieces.")],
-    form: Form = None,
-) -> None:
-    """Keep the recorded translators in a folder, so that claims about them train none."""
-    with explained(zh=False):
-        count = ablations.adopt(Lab(form or "full", folder=out), [record.RECORDED])
-    typer.echo(f"{count} translators are in {out}")
-
-
-@app.command(hidden=True)
 def register() -> None:
     """Register the designs of all claims as they stand, before their experiments run."""
     changed = design.register(CLAIMS, table=ablations.design_hash())

@@ -96,9 +96,18 @@ class Lab:
             return dict(found["figures"])
         if self.only_reads:
             raise NotKeptError(f"{name} is not there yet")
-        begun = time.monotonic()
-        figures = compute(self, self.place(name, compute, **settings), **settings)
-        return self.store(name, compute, figures, time.monotonic() - begun, **settings)
+        about, begun = self._about(compute, settings), time.monotonic()
+        if self.folder is None:
+            return plain(compute(self, None, **settings))
+        work = self.folder / "kept" / f"{name}-{fingerprint(compute, about)[:8]}"
+        work.mkdir(parents=True, exist_ok=True)
+        figures = plain(compute(self, work, **settings))
+        seconds = round(time.monotonic() - begun, 1)
+        made = {"machine": devices.machine(self.device), "seconds": seconds}
+        whole = {"about": about, "made": made, "figures": figures}
+        file = self.folder / "kept" / f"{name}.json"
+        write_whole(file, json.dumps(whole, ensure_ascii=False))
+        return figures
 
     def keep_all(self, pieces: Collection[Piece]) -> list[dict[str, Any]]:
         """The figures of several pieces, each of them computed once and kept."""
@@ -107,36 +116,6 @@ class Lab:
             self.report(name, number, len(pieces))
             found.append(self.keep(name, compute, **settings))
         return found
-
-    def place(
-        self, name: str, compute: Callable[..., Mapping[str, Any]], **settings: Any
-    ) -> Path | None:
-        """The folder in which `keep` lets a piece be computed, None if this lab keeps nothing."""
-        if self.folder is None:
-            return None
-        about = self._about(compute, settings)
-        work = self.folder / "kept" / f"{name}-{fingerprint(compute, about)[:8]}"
-        work.mkdir(parents=True, exist_ok=True)
-        return work
-
-    def store(
-        self,
-        name: str,
-        compute: Callable[..., Any],
-        figures: Mapping[str, Any],
-        seconds: float,
-        **settings: Any,
-    ) -> dict[str, Any]:
-        """Keep the figures of a piece, as `keep` does, and return them."""
-        stored = plain(figures)
-        if self.folder is not None:
-            made = {"machine": devices.machine(self.device), "seconds": round(seconds, 1)}
-            about = self._about(compute, settings)
-            whole = {"about": about, "made": made, "figures": stored}
-            kept = json.dumps(whole, ensure_ascii=False)
-            (self.folder / "kept").mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / "kept" / f"{name}.json", kept)
-        return stored
 
     def kept(
         self, name: str, compute: Callable[..., Any], **settings: Any

@@ -5,12 +5,11 @@
 'enwik8'
 """
 
-from headwise.apps.train.evaluation import export, judge
 from headwise.apps.train.presets import PRESETS, preset
 from headwise.apps.train.ranks import TrainingRanks
 from headwise.apps.train.recipe import Recipe
+from headwise.apps.train.runs import export, judge, train
 from headwise.apps.train.setups import LanguageSetup, TranslateSetup, VisionSetup
-from headwise.apps.train.start import train
 from headwise.models.trained import Tokeniser
 
 __all__ = [

@@ -12,11 +12,10 @@ from headwise.apps.train import presets
 from headwise.apps.train.command_view import explained, progress, show_result, stopping, unseen
 from headwise.apps.train.data import download_cache as cache
 from headwise.apps.train.data.corpora import CORPORA
-from headwise.apps.train.evaluation import export as write
-from headwise.apps.train.evaluation import judge
 from headwise.apps.train.ranks import TrainingRanks
+from headwise.apps.train.runs import export as write
+from headwise.apps.train.runs import judge, train
 from headwise.apps.train.setups import LanguageSetup, Setup
-from headwise.apps.train.start import train
 from headwise.apps.train.torchrun import joined, own_device
 from headwise.models.trained import Run
 

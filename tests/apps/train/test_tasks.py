@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 import headwise as hw
 from headwise.apps.cli.main import app
-from headwise.apps.train import evaluation, presets, setups
+from headwise.apps.train import presets, runs, setups
 from headwise.apps.train.data import labelled_images as images
 from headwise.apps.train.recipe import Recipe
+from headwise.apps.train.runs import train
 from headwise.apps.train.setups import LanguageSetup, TranslateSetup, VisionSetup
-from headwise.apps.train.start import train
 from headwise.apps.train.tasks import metrics
 from headwise.apps.train.tasks.language import text_loss
 from headwise.apps.train.tasks.translation import Sentences
@@ -143,15 +143,15 @@ def test_a_classifier_is_trained_and_loaded(tmp_path: Path) -> None:
 
 def test_half_a_model_is_as_good(pairs_file: Path, tmp_path: Path) -> None:
     train(translating(pairs_file), tmp_path / "run", device="cpu")
-    size = evaluation.export(tmp_path / "run", tmp_path / "half")
+    size = runs.export(tmp_path / "run", tmp_path / "half")
     assert size < (tmp_path / "run/model.safetensors").stat().st_size
     whole, half = (hw.load(tmp_path / name) for name in ("run", "half"))
     for name, tensor in whole.model.state_dict().items():
         torch.testing.assert_close(half.model.state_dict()[name], tensor, atol=1e-3, rtol=1e-3)
-    figures = evaluation.judge(tmp_path / "half", "cpu")
+    figures = runs.judge(tmp_path / "half", "cpu")
     assert figures["sentences"] > 0
     with pytest.raises(ValueError, match="already holds a model"):
-        evaluation.export(tmp_path / "run", tmp_path / "half")
+        runs.export(tmp_path / "run", tmp_path / "half")
 
 
 class Counting(nn.Module):

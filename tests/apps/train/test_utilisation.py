@@ -12,7 +12,7 @@ import headwise as hw
 from headwise.apps.cli.watch_view import on_a_line
 from headwise.apps.train.meter import Meter
 from headwise.apps.train.presets import preset
-from headwise.apps.train.start import train
+from headwise.apps.train.runs import train
 from headwise.apps.train.trainer import known_utilisation
 from headwise.costs.calculate import cost
 from headwise.costs.machines import this_machine
