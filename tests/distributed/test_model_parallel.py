@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 import headwise as hw
 from headwise.watching.ranks.layer_numbers import LayerPart, numbered
 from tests.distributed.processes import Processes
+from tests.watching.latent import Latent
 from tests.watching.test_tied_weights import EXACT
 from tests.watching.test_tied_weights import inputs as tied_inputs
 
@@ -158,6 +159,32 @@ def test_heads_have_their_numbers_before_a_step_has_ended(
         same(part["series"], watch.heads() if told else mine)
         assert part["types"] == [(row["layer"], row["head"]) for row in mine]
         torch.testing.assert_close(part["map"], watch.map(1, 2 * rank + 1).to_tensor())
+
+
+def latent_heads(mesh: DeviceMesh | None) -> dict[str, object]:
+    """Latent attention, numbered at once, and clipped."""
+    torch.manual_seed(0)
+    model = Latent(absorbed=False).double()
+    nn.init.normal_(model.q_b_proj.weight, std=5.0)
+    if mesh is not None:
+        plan = {"q_b_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel()}
+        parallelize_module(model, mesh, plan)
+    with hw.watch(model) as watch:
+        model(inputs(0))
+        found: dict[str, object] = {"heads": rows(watch.heads())}
+        clips = hw.qk_clip(model, watch, limit=3.0)
+    found["clips"] = [(clip.head, clip.factor) for clip in clips]
+    weights = (model.q_b_proj.weight, model.kv_b_proj.weight, model.kv_a_proj_with_mqa.weight)
+    found["weights"] = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in weights]
+    return found
+
+
+def test_latent_heads_are_numbered_and_clipped_as_in_one_process(processes: Processes) -> None:
+    truth = latent_heads(None)
+    for rank, part in enumerate(processes.run(latent_heads, 4)):
+        same(part["heads"], [row for row in truth["heads"] if row["head"] == rank])
+        torch.testing.assert_close(part["weights"], truth["weights"])
+    assert len(truth["clips"]) == 4
 
 
 EDGE = (1, 3, (0, 4))

@@ -4,57 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
 
 import headwise as hw
+from tests.watching.latent import HEADS, PLAIN, RANK, ROTARY, VALUE, WIDTH, Latent
 
-HEADS, PLAIN, ROTARY, VALUE, RANK, WIDTH, LIMIT = 4, 6, 4, 5, 8, 32, 10.0
+LIMIT = 10.0
 SIZES: dict[str, Any] = {
     "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
     "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 50, "kv_lora_rank": RANK,
     "qk_nope_head_dim": PLAIN, "qk_rope_head_dim": ROTARY, "v_head_dim": VALUE,
     "first_k_dense_replace": 2, "pad_token_id": 0,
 }  # fmt: skip
-
-
-class Latent(nn.Module):
-    """MLA with q_b_proj and kv_b_proj; absorbed, queries meet the latent keys themselves."""
-
-    def __init__(self, absorbed: bool) -> None:
-        super().__init__()
-        self.absorbed, self.num_heads = absorbed, HEADS
-        self.qk_nope_head_dim, self.qk_rope_head_dim = PLAIN, ROTARY
-        self.q_a_proj = nn.Linear(WIDTH, RANK, bias=False)
-        self.q_a_layernorm = nn.RMSNorm(RANK)
-        self.q_b_proj = nn.Linear(RANK, HEADS * (PLAIN + ROTARY), bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(WIDTH, RANK + ROTARY, bias=False)
-        self.kv_a_layernorm = nn.RMSNorm(RANK)
-        self.kv_b_proj = nn.Linear(RANK, HEADS * (PLAIN + VALUE), bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        angles = torch.arange(x.shape[1])[:, None] / 10.0 ** torch.arange(ROTARY // 2)
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q, q_turned = q.unflatten(-1, (HEADS, -1)).transpose(1, 2).split([PLAIN, ROTARY], -1)
-        latent, k_turned = self.kv_a_proj_with_mqa(x)[:, None].split([RANK, ROTARY], -1)
-        latent, scale = self.kv_a_layernorm(latent), (PLAIN + ROTARY) ** -0.5
-        q_turned, k_turned = (torch.cat((y[..., :2] * angles.cos() - y[..., 2:] * angles.sin(),
-                                         y[..., :2] * angles.sin() + y[..., 2:] * angles.cos()), -1)
-                              for y in (q_turned, k_turned))  # fmt: skip
-        to_keys, to_values = self.kv_b_proj.weight.view(HEADS, -1, RANK).split([PLAIN, VALUE], 1)
-        if self.absorbed:
-            q = torch.cat((q @ to_keys, q_turned), -1)
-            k = torch.cat((latent, k_turned), -1)
-            out = F.scaled_dot_product_attention(
-                q, k, latent, is_causal=True, scale=scale, enable_gqa=True
-            )
-            return out @ to_values.mT
-        q = torch.cat((q, q_turned), -1)
-        k = torch.cat((latent @ to_keys.mT, k_turned.expand(-1, HEADS, -1, -1)), -1)
-        return F.scaled_dot_product_attention(
-            q, k, latent @ to_values.mT, is_causal=True, scale=scale
-        )
 
 
 def test_absorbed_or_not_every_statistic_of_a_head_is_the_same() -> None:
