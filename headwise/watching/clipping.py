@@ -174,7 +174,7 @@ def qk_clip(model: nn.Module, seen: Recording, limit: float = 100.0) -> Sequence
     return clips
 
 
-def find(model: nn.Module, path: str) -> nn.Module:
+def watched_module(model: nn.Module, path: str) -> nn.Module:
     """A watched module by its name, in the model or in what DDP or the compiler wraps."""
     for wrapper in ("", "module.", "_orig_mod."):
         for name in (path.removeprefix(wrapper), wrapper + path):
@@ -256,7 +256,7 @@ def _scaled_layer(
     model: nn.Module, path: str, layers: Sequence[WatchedLayer], outputs: OutputFactors
 ) -> ScaledLayer:
     """The weights of a module's queries and keys; ValueError if they do not set the logits."""
-    module, layer = find(model, path), layers[0]
+    module, layer = watched_module(model, path), layers[0]
     reasons = [reason for each in layers if (reason := why_not(module, each)) is not None]
     if reasons:
         raise ValueError(f"hw.qk_clip can't clip {path or 'the model'}: {reasons[0]}")

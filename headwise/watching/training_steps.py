@@ -199,7 +199,7 @@ class SteppedRecording(Recording):
             self._recorder.unread.warn()
             return super().heads()
         copies = {board: board.copy() for board in self._recorder.registry.boards.values()}
-        table = self._table(recorded, copies, self._recorder.proofs.take(), _held(recorded))
+        table = self._table(recorded, copies, self._recorder.proofs.take(), _held_calls(recorded))
         return table if len(table) else super().heads()
 
     def counted(self) -> dict[str, float]:
@@ -314,7 +314,7 @@ class SteppedRecording(Recording):
                     raise
                 failure = error  # the other ranks wait: they hear of it first
             with self._going_on("ending a step"):
-                self._take(failure)
+                self._send_figures(failure)
             for layer in self._recorder.registry.layers.values():
                 layer.close()
             self._log_comes_late, self._heard = not self._heard, False
@@ -328,7 +328,7 @@ class SteppedRecording(Recording):
                 if looking:
                     self._meter.begin()
 
-    def _take(self, failure: Exception | None) -> None:
+    def _send_figures(self, failure: Exception | None) -> None:
         """Send the figures of this step on their way; they are read later, if that is possible."""
         recorded = tuple(x for x in self._recorder.registry.layers.values() if x.recorded)
         if self.ranks is not None:
@@ -341,7 +341,9 @@ class SteppedRecording(Recording):
         # With ranks, a pass may be a part of a sequence: its FLOPs are not those of its shape.
         metered = self._meter.end() if self.ranks is None else None
         compared = self._recorder.proofs.take()
-        self._ended = EndedStep(self.steps, recorded, copies, compared, metered, _held(recorded))
+        self._ended = EndedStep(
+            self.steps, recorded, copies, compared, metered, _held_calls(recorded)
+        )
         keeping = any(run.keeps(self.steps) for run in self._runs)
         if self._ended.arrived or self._alarms.need_maps or keeping:
             self._settle()
@@ -449,7 +451,7 @@ def placed_heads(model: nn.Module, name: str, heads: int, width: int) -> tuple[i
         return None
 
 
-def _held(layers: Iterable[WatchedLayer]) -> dict[str, HeldCall]:
+def _held_calls(layers: Iterable[WatchedLayer]) -> dict[str, HeldCall]:
     return {layer.name: layer.held for layer in layers if layer.held is not None}
 
 

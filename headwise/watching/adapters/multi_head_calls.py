@@ -133,7 +133,7 @@ def _traced(
         with traced.uncounted():
             out = original(module, *given, **options)
         read = traced.read_or_count(
-            module, lambda: _read(module, Arguments(*given, **options)), out[0]
+            module, lambda: _read_call(module, Arguments(*given, **options)), out[0]
         )
         if read is not None:
             call, kind, padding = read
@@ -160,7 +160,7 @@ def _traced_layer(
     x = src.detach()
     x = layer.norm1(x) if layer.norm_first else x
     arguments = Arguments(x, x, x, src_key_padding_mask, True, src_mask)
-    call, kind, padding = _read(layer.self_attn, arguments)
+    call, kind, padding = _read_call(layer.self_attn, arguments)
     traced.beside(layer.self_attn, call, kind == "cross", padding)
 
 
@@ -181,7 +181,7 @@ def _attention(
                 raise ValueError(
                     "attention can't be changed where attn_mask has a gradient; detach it"
                 )
-            call, kind, _ = _read(module, given, learning=True)
+            call, kind, _ = _read_call(module, given, learning=True)
             changed = modules.recorder.interventions.change(name, call, kind)
         if changed is None:
             out = run()
@@ -253,7 +253,7 @@ def _look(
     """Show the call to the recorder: its projections are computed once more."""
     with unheard():
         name, recorder = modules.names[id(module)], modules.recorder
-        call, kind, padding = _read(module, given)
+        call, kind, padding = _read_call(module, given)
         output: Output | str | None = None
         if module.training and module.dropout:
             output = DROPPED
@@ -273,7 +273,7 @@ def _before_projection(module: nn.MultiheadAttention, grad: Tensor) -> Tensor:
     return heads.transpose(1, 2)
 
 
-def _read(
+def _read_call(
     module: nn.MultiheadAttention, given: Arguments, learning: bool = False
 ) -> tuple[Call, Kind, Tensor | None]:
     """The call that a module's forward makes, its kind, and the rows that are padding.

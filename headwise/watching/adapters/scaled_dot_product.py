@@ -72,7 +72,7 @@ def scaled_dot_product(
     if is_causal:
         mask = causal(offset=0)  # PyTorch aligns it at the start, also where N ≠ M
     elif attn_mask is not None:
-        mask, bias = _read(memo, attn_mask, query, count)
+        mask, bias = _read_mask(memo, attn_mask, query, count)
     alike = not is_causal and (attn_mask is None or attn_mask.shape[-2:-1] == (1,))
     kind: Kind | None = "cross" if alike and lengths_differ(q, k) else None
     return Call(q, k, v, Options(Dot(scale), mask, bias, dropout=dropout_p)), kind
@@ -94,7 +94,7 @@ def lengths_differ(q: Tensor, k: Tensor) -> bool:
     return q.shape[2] > 1 and q.shape[2] != k.shape[2]
 
 
-def _read(
+def _read_mask(
     memo: MaskMemo, given: Tensor, query: Tensor, heads: int
 ) -> tuple[Mask | None, Tensor | None]:
     """A mask tensor, True = may attend or added to the logits, as mask and bias."""

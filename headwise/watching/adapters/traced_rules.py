@@ -75,7 +75,7 @@ def read_rule(
     key = query - 1
     _mark_pairs()
     apart = ~rule(entry, entry, query, key)
-    found = _read()
+    found = _read_parts()
     if not found:
         return None
     low, high, grouped = found.split()
@@ -95,7 +95,7 @@ def _mark_pairs() -> bool:
 
 
 @constant
-def _read() -> str:
+def _read_parts() -> str:
     """The parts of the rule whose result was inverted last, "low high grouped"; "" if unknown."""
     bounds = _Bounds()
     known = bounds.take(next(nodes()).args[0])
