@@ -678,6 +678,12 @@ CHINESE: dict[str, str] = {
     "{name} can't be traced without its numbers: {message}": (
         "{name} 没有数值就无法追踪：{message}"
     ),
+    "{reason}; if it needs other arguments, give them as inputs=": (
+        "{reason}；如果它需要别的参数，请用 inputs= 给出"
+    ),
+    "hw.attention in a traced module is one kernel; leave out fused=False": (
+        "被追踪的模块里的 hw.attention 是一个内核；请去掉 fused=False"
+    ),
     "{name} keeps no cache; leave out keys, or make them the queries": (
         "{name} 没有缓存；请去掉 keys，或令它等于 queries"
     ),

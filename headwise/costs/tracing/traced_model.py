@@ -169,10 +169,12 @@ class TracedModel:
             raise
         except Exception as error:
             message = " ".join(str(error).split())[:300] or type(error).__name__
-            raise ValueError(
-                say("{name} can't be traced without its numbers: {message}", name=self.name,
-                    message=message)
-            ) from None  # fmt: skip
+            reason = say("{name} can't be traced without its numbers: {message}", name=self.name,
+                         message=message)  # fmt: skip
+            if self.given is None:
+                reason = say("{reason}; if it needs other arguments, give them as inputs=",
+                             reason=reason)  # fmt: skip
+            raise ValueError(reason) from None
 
     def _tokens(self, work: Workload) -> Tokens:
         """The tokens of one rank, checked."""
