@@ -609,6 +609,10 @@ CHINESE: dict[str, str] = {
     "there is no claim {id!r}; did you mean {nearest}? headwise lab lists them all": (
         "没有 {id!r} 这条说法；是不是 {nearest}？headwise lab 会列出全部"
     ),
+    (
+        "there is no claim {id!r}; headwise lab lists them all, and a claim of your own is named "
+        "by its file, as in my_claim.py"
+    ): "没有 {id!r} 这条说法；headwise lab 会列出全部；自己的说法要写文件名，如 my_claim.py",
     "not run yet": "尚未运行",
     "stale": "已过时",
     "from notes: {notes}": "出自笔记：{notes}",

@@ -38,13 +38,20 @@ def find(ids: Sequence[str], *, files: bool = False) -> list[Claim]:
             continue
         if id not in known and id not in TOPICS:
             begun = sorted(name for name in (*known, *TOPICS) if name.startswith(id))
-            near = difflib.get_close_matches(id, [*known, *TOPICS], 1, cutoff=0.0)
-            nearest = " / ".join(begun or near)
+            near = begun or difflib.get_close_matches(id, [*known, *TOPICS], 1)
+            if not near:
+                raise ValueError(
+                    say(
+                        "there is no claim {id!r}; headwise lab lists them all, and a claim of "
+                        "your own is named by its file, as in my_claim.py",
+                        id=id,
+                    )
+                )
             raise ValueError(
                 say(
                     "there is no claim {id!r}; did you mean {nearest}? headwise lab lists them all",
                     id=id,
-                    nearest=nearest,
+                    nearest=" / ".join(near),
                 )
             )
     built_in = [claim for claim in CLAIMS if claim.id in ids or claim.topic in ids]

@@ -60,6 +60,7 @@ def test_a_run_writes_results_and_a_second_one_takes_them_up(out: Path) -> None:
     [
         (["run", "scale-varience"], "did you mean scale-variance?"),
         (["show", "scale-varience"], "did you mean scale-variance?"),
+        (["show", "my-sum"], "a claim of your own is named by its file"),
         (["show", "scale-varience", "--zh"], "是不是 scale-variance"),
         (["show", "scale"], "scale is a topic"),
         (["run"], "or use --all"),

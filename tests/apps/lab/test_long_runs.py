@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -34,6 +36,7 @@ from headwise.apps.lab.translation_runs import (
     twins,
     unpacked,
 )
+from headwise.apps.train.tasks.metrics import bleu_of
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,25 @@ def test_every_rival_learns_to_translate(variant: str) -> None:
     assert run["rate"] == 1e-3
 
 
+def follow_from_sentences(runs: Sequence[Mapping[str, Any]]) -> int:
+    """Fail unless every BLEU is that of the run's sentences; how many runs kept theirs."""
+    for variant, counts in ablations.counted(runs).items():
+        sums = [[sum(each) for each in zip(*run, strict=True)] for run in counts]
+        assert [bleu_of(each) for each in sums] == ablations.scores(runs)[variant]
+    return sum(map(len, ablations.counted(runs).values()))
+
+
+def test_every_recorded_bleu_follows_from_the_sentences_that_were_kept() -> None:
+    table = ablations.recorded([record.RECORDED], [])
+    follow_from_sentences(table.runs)
+    assert table.by_length == table.bleu_by_length()
+    for claim in CLAIMS:
+        for form in ("quick", "full"):
+            result = record.read(record.RECORDED, claim.id, form)
+            runs = result.figures.get("runs", []) if result else []
+            follow_from_sentences([run for run in runs if "bleu" in run])
+
+
 def test_the_table_is_collected_from_pieces(tmp_path: Path) -> None:
     lab = Lab("tiny", folder=tmp_path)
     for piece in pieces.translators(lab)[:2]:
@@ -125,6 +147,7 @@ def test_the_table_is_collected_from_pieces(tmp_path: Path) -> None:
     assert found.seconds == 12.0
     assert [run["variant"] for run in found.runs] == ["base", "heads-1"]
     assert all(run["curve"] and "without_head" not in run for run in found.runs)
+    assert follow_from_sentences(found.runs) == 2
     assert found.bleu_by_length() == written["by_length"]
     elsewhere = Lab("tiny", folder=tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()

@@ -91,7 +91,7 @@ def drawn(count: int) -> list[dict[str, Any]]:
 
 def in_settings(lab: Lab) -> list[Piece]:
     """The trainings of `settings`."""
-    count = lab.pick("settings", tiny=3, quick=48, full=100)
+    count = lab.pick("settings", tiny=3, quick=30, full=100)
     return [(f"setting-{number}", setting, each) for number, each in enumerate(drawn(count))]
 
 
