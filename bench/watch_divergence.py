@@ -95,6 +95,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate(step)
             loss = loss_of(model, random)
+            watch.log(loss=loss)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
             optimizer.step()

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from bench.watch_divergence import train
 from website import checking, reference, results
 from website.contents import ROOT, Language, pages
 from website.staging import Stage, indexed
@@ -50,12 +52,15 @@ def build(stage: Stage, out: Path, builder: str = "html") -> None:
 
 
 def gallery(out: Path) -> None:
-    """Export the page of headwise look for the gallery."""
+    """Export pages of headwise look for the gallery, and the story of a run that diverges."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, words in EXPORTS.items():
-        file = out / f"{name}.html"
-        command = [sys.executable, "-m", "headwise", "look", *words, "--out", str(file)]
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    with TemporaryDirectory() as folder:
+        run = Path(folder) / "diverging"
+        train(folder=run)
+        for name, words in (EXPORTS | {"run": [str(run)]}).items():
+            file = out / f"{name}.html"
+            command = [sys.executable, "-m", "headwise", "look", *words, "--out", str(file)]
+            subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:
