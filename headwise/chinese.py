@@ -143,9 +143,10 @@ CHINESE: dict[str, str] = {
         "第 0 到 {last} 层没有显示：它们在图像进入词元序列之前处理图像；"
         "这里显示的是 {module} 的层，编号与 hw.watch(model) 相同"
     ),
-    "the tokeniser does not know this script: it cuts each character into about {pieces} pieces (· continues one), so the model has hardly learnt from it and its heads find little; try a text in the language it was trained on": (  # noqa: E501
+    "the tokeniser does not know this script: it cuts each character into about {pieces} pieces (· continues one), so the model has hardly learnt from it and its heads find little; try a text in the language it was trained on, or train a model on yours: headwise train language --data FILE --out RUN": (  # noqa: E501
         "分词器不认识这种文字：每个字被切成约 {pieces} 段（· 表示续前一字），"
-        "模型几乎没有从中学到什么，各个头也看不出多少规律；请换用模型训练时所用语言的文本"
+        "模型几乎没有从中学到什么，各个头也看不出多少规律；请换用模型训练时所用语言的文本，"
+        "或用你自己的文本训练一个：headwise train language --data FILE --out RUN"
     ),
     "nearly all heads give even weights: this model looks untrained; were its weights loaded?": (
         "几乎所有头的权重都接近均匀：这个模型像是没有训练过；权重加载了吗？"
@@ -713,7 +714,7 @@ CHINESE: dict[str, str] = {
     "blocks, exact": "块，精确",
     "blocks, max": "块，上界",
     "blocks, mean": "块，均值",
-    "window + sinks": "窗口 + 汇聚键",
+    "window + sinks": "窗口 + 注意力汇",
     "eviction": "淘汰",
     "the k largest logits of each row: an oracle that scores every key": (
         "每行 logit 最大的 k 个：先知，要给每个键打分"

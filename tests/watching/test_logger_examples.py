@@ -51,6 +51,7 @@ def test_weights_and_biases_has_the_heads(run: Callable[[str], None], tmp_path: 
     assert written.read_bytes().count(FIGURE.encode()) >= 4, wandb.__version__
 
 
+@pytest.mark.filterwarnings("ignore")  # what MLflow asks of SQLAlchemy
 def test_mlflow_has_the_heads(run: Callable[[str], None], tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")

@@ -70,9 +70,23 @@ def loaded(name: str) -> Any:
     """The command of this name, with its options."""
     gc.disable()  # of what is being loaded nothing can be freed: searching it takes a sixth longer
     try:
-        return typer.main.get_command(import_module(COMMANDS[name].module).app)
+        made = typer.main.get_command(import_module(COMMANDS[name].module).app)
     finally:
         gc.enable()
+    for command in (made, *getattr(made, "commands", {}).values()):
+        command.help = unwrapped(command.help or "")
+    return made
+
+
+def unwrapped(help: str) -> str:
+    """A help text whose paragraphs are one line each, for a terminal of any width to wrap.
+
+    >>> unwrapped("Counts are\\nexact.\\n\\nheadwise cost\\nheadwise lab")
+    'Counts are exact.\\n\\nheadwise cost\\nheadwise lab'
+    """
+    parts = help.split("\n\n")
+    joined = [x if "\nheadwise " in f"\n{x}" else " ".join(x.split("\n")) for x in parts]
+    return "\n\n".join(joined)
 
 
 app = typer.Typer(

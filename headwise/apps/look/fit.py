@@ -40,7 +40,8 @@ def _cut(tokens: Sequence[str]) -> Sentence | None:
     return say(
         "the tokeniser does not know this script: it cuts each character into about {pieces} "
         "pieces (· continues one), so the model has hardly learnt from it and its heads find "
-        "little; try a text in the language it was trained on",
+        "little; try a text in the language it was trained on, or train a model on yours: "
+        "headwise train language --data FILE --out RUN",
         pieces=round((whole + pieces) / max(1, whole)),
     )
 

@@ -99,6 +99,7 @@ def token_lines(tokens: Sequence[str], width: int) -> Text:
     """The tokens with their numbers, as many on a line as fit."""
     text, used = Text(), 0
     for number, token in enumerate(map(printable, tokens[:MOST_TOKENS])):
+        token = token or "·"  # continues the character of the token before
         size = cell_len(f"{number} {token}  ")
         if used and used + size > width:
             text.append("\n")

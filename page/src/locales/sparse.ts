@@ -71,7 +71,7 @@ const zh: typeof en = {
     'blocks, exact': '块，精确',
     'blocks, max': '块，上界',
     'blocks, mean': '块，均值',
-    'window + sinks': '窗口 + 汇聚键',
+    'window + sinks': '窗口 + 注意力汇',
     eviction: '淘汰',
   },
   about: {
