@@ -21,6 +21,7 @@ exclude_patterns = ["_extra"]
 templates_path = ["templates"]
 
 html_theme = "furo"
+html_static_path, html_js_files = ["static"], [("filter.js", {"defer": "defer"})]
 html_title = "headwise"
 html_extra_path = [os.path.join(os.environ["SITE_SOURCE"], "_extra")]
 html_copy_source = html_show_sourcelink = False

@@ -25,7 +25,9 @@ ORDER: dict[str, list[str]] = {
             "qk", "dot", "rivals", "cost", "translation",
         )
     ],
-    "evidence": ["speed", "gpu", "numerics", "cost-families", "testing", "versions"],
+    "evidence": [
+        "speed", "gpu", "numerics", "watch-families", "cost-families", "testing", "versions",
+    ],
     "inside": ["architecture", "glossary"],
 }  # fmt: skip
 """Where the pages that are known stand. A new file in docs/ appears at the end of the guide."""
