@@ -23,6 +23,7 @@ from headwise.watching.adapters import torch_calls
 from headwise.watching.adapters.attachment import attach, detach
 from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.adapters.patching import Undo, uncompiled
+from headwise.watching.adapters.transformers_calls import marked_tokens
 from headwise.watching.alarms import chosen_rules
 from headwise.watching.effects import Tokens, largest_edges
 from headwise.watching.experiments import importance, knock_out
@@ -115,8 +116,9 @@ def watch(
     for name, value in numbers:
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"hw.watch({name}={value!r}): it must be a whole number, at least 1")
-    marked, policies = check_spans(spans), _policies(sparse)
-    more = (*(SPAN_PREFIX + name for name in marked), *policies.figures([*policies.named]))
+    named, policies = check_spans(spans), _policies(sparse)
+    marked = {name: ids for name, ids in marked_tokens(model).items() if name not in named}
+    more = (*(SPAN_PREFIX + x for x in (*named, *marked)), *policies.figures([*policies.named]))
     options = WatchOptions(
         (*check_statistics(stats), *more),
         rows,
@@ -127,6 +129,7 @@ def watch(
         sink_keys,
         strict,
         bool(effects),
+        named,
         marked,
         policies,
     )

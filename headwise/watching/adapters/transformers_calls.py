@@ -35,6 +35,7 @@ from headwise.watching.recorder.proof import without_dropout
 from headwise.watching.recorder.seen_call import Kind, kind_of
 
 _EAGER = "eager_attention_forward"
+_ENDINGS = ("id", "index")  # of the names that configs give the number of a token
 
 
 _memo = MaskMemo()
@@ -57,7 +58,14 @@ class TransformersModules:
 
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A model, or a part that is a model itself, starts to run."""
-        self.sequences.append((module, _sequence(_named(type(module), given) | options)))
+        named = _named(type(module), given) | options
+        sequence = _sequence(named)
+        if not self.sequences and self.recorder.active:
+            ids = named.get("input_ids")
+            known = isinstance(ids, Tensor) and ids.ndim == 2 and sequence is not None
+            past = sequence.past if sequence is not None else 0
+            self.recorder.marked.note(ids if known else None, past)
+        self.sequences.append((module, sequence))
 
     def leave(self, module: nn.Module, *_: object) -> None:
         """It has run, with or without an error."""
@@ -114,6 +122,21 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     whole = {id(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     undo.append(modules.recorder.paged.release)
     return undo + follow(model, Follower(whole, modules.enter, modules.leave))
+
+
+def marked_tokens(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The numbers of the tokens that stand for images and videos, by the names of their spans."""
+    if sys.modules.get("transformers") is None:
+        return {}
+    from transformers import PreTrainedModel
+
+    parts = [x for x in model.modules() if isinstance(x, PreTrainedModel) and _takes_tokens(x)]
+    found: dict[str, tuple[int, ...]] = {}
+    for name in ("image", "video"):
+        ids = {getattr(x.config, f"{name}_token_{end}", None) for x in parts for end in _ENDINGS}
+        if numbers := tuple(sorted(id for id in ids if isinstance(id, int) and id >= 0)):
+            found[name] = numbers
+    return found
 
 
 def towers(model: nn.Module) -> tuple[str, ...]:

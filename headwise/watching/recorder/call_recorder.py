@@ -23,6 +23,7 @@ from headwise.watching.recorder.held_call import HeldCall, HeldRows, Output
 from headwise.watching.recorder.interventions import Interventions
 from headwise.watching.recorder.layer import LARGEST, WatchedLayer
 from headwise.watching.recorder.layer_registry import LayerRegistry
+from headwise.watching.recorder.marked_keys import MarkedKeys
 from headwise.watching.recorder.model_passes import ModelPasses, forgets
 from headwise.watching.recorder.other_layers import OtherLayers
 from headwise.watching.recorder.paged_record import PagedCall, PagedRecords
@@ -59,6 +60,7 @@ class CallRecorder:
     proofs: Proofs = field(init=False)
     paged: PagedRecords = field(init=False)
     others: OtherLayers = field(init=False)
+    marked: MarkedKeys = field(init=False)
     _computed: dict[Kind, tuple[str, ...]] = field(init=False)  # statistics of each kind of layer
     _observed: set[str] = field(default_factory=set)
     """Modules that were observed inside their own pass; a recomputation of them must be too."""
@@ -74,6 +76,7 @@ class CallRecorder:
         stats = plain_statistics(options.stats)
         self.paged = PagedRecords(stats, options.maps, options.sink_keys)
         self.others = OtherLayers(self.options.maps)
+        self.marked = MarkedKeys(options.marked)
         self._computed = {kind: computed_statistics(self.options, kind) for kind in get_args(Kind)}
 
     def _end_pass(self) -> None:
@@ -130,7 +133,7 @@ class CallRecorder:
             part, given, share = local_part(*call)
             call, out = Call(*part, given), None if out is None else out.to_local()  # type: ignore[attr-defined]
         q, k, v = (x.detach() for x in call[:3])
-        look = self._look(name, kind, k.shape[2], forgotten)
+        look = self._look(name, kind, q.shape[2], k.shape[2], forgotten)
         known = known or {}
         if call.dropout or (out is not None and out.shape[:3] != q.shape[:3]):
             out = None  # its norm would be that of something else
@@ -144,6 +147,8 @@ class CallRecorder:
             seen = changed.statistics(**look)
             shown = changed.for_map()
             call, maps = shown or call, maps and shown is not None
+        if changed is None or changed.single is not None:
+            self._weigh(name, call, kind, forgotten, seen)
         self._add_losses(name, changed or unchanged(call), kind, seen)
         for stat in (x for x in self.options.stats if x in found):
             if stat in known:
@@ -181,7 +186,7 @@ class CallRecorder:
             return out
         call = single
         try:
-            look = self._look(name, kind, call.k.shape[2], forgotten)
+            look = self._look(name, kind, call.q.shape[2], call.k.shape[2], forgotten)
             out, seen = observe(call.q, call.k, call.v, **call.options(), **look)
         except Exception as error:
             if recomputing():
@@ -195,6 +200,7 @@ class CallRecorder:
             self._observed.add(name)
             with self.unread.reading(name):
                 self._add_losses(name, changed or unchanged(call), kind, seen)
+                self._weigh(name, call, kind, forgotten, seen)
                 for key in ("lse", "entropy"):  # those that have gradients
                     if key in seen.values:
                         seen.values[key] = seen.values[key].detach()
@@ -238,11 +244,31 @@ class CallRecorder:
             said = ValueError(f"what it would lose under sparse= is not known: {error}")
             self.unread.fail(name, said)
 
-    def _look(self, name: str, kind: Kind, keys: int, forgotten: int | None) -> dict[str, Any]:
-        options = self.options
+    def _marks(self, name: str, kind: Kind, rows: int) -> bool:
+        """True if a call's rows are the tokens of the pass, some of which are marked."""
+        marked = self.marked
+        own = kind == "self" and rows == marked.rows and not self.registry.in_tower(name)
+        return own and bool(marked.found) and split_calls() is None
+
+    def _weigh(
+        self, name: str, call: Call, kind: Kind, forgotten: int | None, seen: Observation
+    ) -> None:
+        """Add the weight on marked keys, such as those of an image."""
+        if not self._marks(name, kind, call.q.shape[2]):
+            return
+        self.marked.weigh(call, forgotten or 0, self.options.rows, seen)
+        if "top_prob" not in self.options.stats:
+            seen.values.pop("top_prob")
+
+    def _look(
+        self, name: str, kind: Kind, rows: int, keys: int, forgotten: int | None
+    ) -> dict[str, Any]:
+        options, stats = self.options, self._computed[kind]
+        if "top_prob" not in stats and self._marks(name, kind, rows):
+            stats = (*stats, "top_prob")
         spanned = kind != "window" and not self.registry.in_tower(name)
         return {
-            "stats": self._computed[kind],
+            "stats": stats,
             "rows": options.rows,
             "sink_keys": options.sink_keys,
             "spans": within(options.spans, keys, forgotten or 0) if spanned else {},

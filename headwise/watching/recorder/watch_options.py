@@ -32,6 +32,8 @@ class WatchOptions:
     strict: bool = False
     effects: bool = False  # hold calls for the effects of their edges
     spans: Mapping[str, Span] = field(default_factory=dict)  # `stats` has them as span_<name>
+    marked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Spans that are found by the numbers of their tokens; `stats` has them as span_<name>."""
     sparse: SparsePolicies = NONE  # `stats` has them as kept_<name> and error_<name>
 
     def ask_for(self, number: int, name: str) -> bool:
@@ -43,6 +45,7 @@ class WatchOptions:
         stats = self.stats if kind != "window" else plain_statistics(self.stats)
         sparse = self.sparse.figures(self.sparse.for_kind(kind))
         left_out = {*self.sparse.figures([*self.sparse.named])} - {*sparse}
+        left_out |= {SPAN_PREFIX + name for name in self.marked}  # seen where they can be
         return tuple(x for x in stats if (kind == "self" or x not in WITHIN) and x not in left_out)
 
 
