@@ -21,6 +21,7 @@ from headwise.maps.effect_map import EffectMap
 from headwise.maps.sparse_losses import SparsePolicies
 from headwise.watching.adapters import torch_calls
 from headwise.watching.adapters.attachment import attach, detach
+from headwise.watching.adapters.joint_attention import joint_parts
 from headwise.watching.adapters.module_forwards import find_module
 from headwise.watching.adapters.patching import Undo, uncompiled
 from headwise.watching.adapters.transformers_calls import marked_tokens
@@ -117,7 +118,11 @@ def watch(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"hw.watch({name}={value!r}): it must be a whole number, at least 1")
     named, policies = check_spans(spans), _policies(sparse)
-    marked = {name: ids for name, ids in marked_tokens(model).items() if name not in named}
+    marked = {
+        name: ids
+        for name, ids in (marked_tokens(model) | joint_parts(model)).items()
+        if name not in named
+    }
     more = (*(SPAN_PREFIX + x for x in (*named, *marked)), *policies.figures([*policies.named]))
     options = WatchOptions(
         (*check_statistics(stats), *more),

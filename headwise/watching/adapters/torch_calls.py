@@ -16,6 +16,7 @@ from headwise.api import attention
 from headwise.core.options import Options
 from headwise.nn.call import Call
 from headwise.watching.adapters.headwise_calls import OURS
+from headwise.watching.adapters.joint_attention import JointAttention
 from headwise.watching.adapters.module_forwards import Follower, follow, named_modules
 from headwise.watching.adapters.other_sequence import elsewhere, parameters
 from headwise.watching.adapters.patching import ModelMode, Undo, is_unheard, unheard
@@ -117,6 +118,7 @@ class Listener(ModelMode):
         self.names: dict[int, str] = {}  # of the modules with hooks
         self.memo = MaskMemo()
         self.threads = {threading.get_ident()}
+        self.joint = JointAttention()
         self.running = Running()
         self.readers: dict[Any, Callable[..., None]] = {}  # of functions that other adapters read
         self.heard_nothing: dict[int, int] = {}  # how often, by module
@@ -287,10 +289,14 @@ class Listener(ModelMode):
         if self.recorder.wants(name):
             with self.recorder.unread.reading(name):
                 call, kind = read()
+                parts = self.joint.parts(self.frames, call)
+                kind = kind if parts is None else "self"
                 whole = out.reshape(*call.q.shape[:3], -1)
                 shape = whole.shape
                 output = Output(out, lambda grad: grad.reshape(shape))
-                self.recorder.beside(name, call, kind, out=whole, changed=changed, output=output)
+                self.recorder.beside(
+                    name, call, kind, out=whole, changed=changed, output=output, marked=parts
+                )
         if out.ndim == 3 and name in changes.silenced:
             split = out.unflatten(0, (-1, self.heads(out)))  # (B, H, N, D)
             return changes.silence(name, split).flatten(0, 1)

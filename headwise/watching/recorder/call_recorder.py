@@ -23,7 +23,7 @@ from headwise.watching.recorder.held_call import HeldCall, HeldRows, Output
 from headwise.watching.recorder.interventions import Interventions
 from headwise.watching.recorder.layer import LARGEST, WatchedLayer
 from headwise.watching.recorder.layer_registry import LayerRegistry
-from headwise.watching.recorder.marked_keys import MarkedKeys
+from headwise.watching.recorder.marked_keys import Marked, MarkedKeys, weigh
 from headwise.watching.recorder.model_passes import ModelPasses, forgets
 from headwise.watching.recorder.other_layers import OtherLayers
 from headwise.watching.recorder.paged_record import PagedCall, PagedRecords
@@ -76,7 +76,7 @@ class CallRecorder:
         stats = plain_statistics(options.stats)
         self.paged = PagedRecords(stats, options.maps, options.sink_keys)
         self.others = OtherLayers(self.options.maps)
-        self.marked = MarkedKeys(options.marked)
+        self.marked = MarkedKeys({name: ids for name, ids in options.marked.items() if ids})
         self._computed = {kind: computed_statistics(self.options, kind) for kind in get_args(Kind)}
 
     def _end_pass(self) -> None:
@@ -111,6 +111,7 @@ class CallRecorder:
         proof: Tensor | None = None,
         changed: ChangedCall | None = None,
         output: Output | str | None = None,
+        marked: Mapping[str, Marked] | None = None,
     ) -> None:
         """Observe a call whose output (B, Hq, N, Dv) the model computes itself.
 
@@ -119,6 +120,7 @@ class CallRecorder:
         has statistics that the call does not show, (B, Hq, N) each. `proof` is how far the model's
         output is off, if it was compared. `changed` is the call under the weights that experiments
         gave it. `output` is the tensor of the model whose gradient tells that of the call's output.
+        `marked` has the keys of spans that its module told.
         """
         if recomputing():
             self._hold_again(name, call, output, out)
@@ -133,7 +135,8 @@ class CallRecorder:
             part, given, share = local_part(*call)
             call, out = Call(*part, given), None if out is None else out.to_local()  # type: ignore[attr-defined]
         q, k, v = (x.detach() for x in call[:3])
-        look = self._look(name, kind, q.shape[2], k.shape[2], forgotten)
+        found_keys = self._marked(name, kind, q.shape[2]) if marked is None else self._asked(marked)
+        look = self._look(name, kind, k.shape[2], forgotten, found_keys)
         known = known or {}
         if call.dropout or (out is not None and out.shape[:3] != q.shape[:3]):
             out = None  # its norm would be that of something else
@@ -148,7 +151,7 @@ class CallRecorder:
             shown = changed.for_map()
             call, maps = shown or call, maps and shown is not None
         if changed is None or changed.single is not None:
-            self._weigh(name, call, kind, forgotten, seen)
+            self._weigh(found_keys, call, forgotten, seen)
         self._add_losses(name, changed or unchanged(call), kind, seen)
         for stat in (x for x in self.options.stats if x in found):
             if stat in known:
@@ -186,7 +189,8 @@ class CallRecorder:
             return out
         call = single
         try:
-            look = self._look(name, kind, call.q.shape[2], call.k.shape[2], forgotten)
+            marked = self._marked(name, kind, call.q.shape[2])
+            look = self._look(name, kind, call.k.shape[2], forgotten, marked)
             out, seen = observe(call.q, call.k, call.v, **call.options(), **look)
         except Exception as error:
             if recomputing():
@@ -200,7 +204,7 @@ class CallRecorder:
             self._observed.add(name)
             with self.unread.reading(name):
                 self._add_losses(name, changed or unchanged(call), kind, seen)
-                self._weigh(name, call, kind, forgotten, seen)
+                self._weigh(marked, call, forgotten, seen)
                 for key in ("lse", "entropy"):  # those that have gradients
                     if key in seen.values:
                         seen.values[key] = seen.values[key].detach()
@@ -244,27 +248,36 @@ class CallRecorder:
             said = ValueError(f"what it would lose under sparse= is not known: {error}")
             self.unread.fail(name, said)
 
-    def _marks(self, name: str, kind: Kind, rows: int) -> bool:
-        """True if a call's rows are the tokens of the pass, some of which are marked."""
+    def _marked(self, name: str, kind: Kind, rows: int) -> Mapping[str, Marked]:
+        """The marked keys of a call whose rows are the tokens of the pass."""
         marked = self.marked
         own = kind == "self" and rows == marked.rows and not self.registry.in_tower(name)
-        return own and bool(marked.found) and split_calls() is None
+        return marked.found if own and split_calls() is None else {}
+
+    def _asked(self, marked: Mapping[str, Marked]) -> Mapping[str, Marked]:
+        """Those that the user did not name otherwise."""
+        return {name: keys for name, keys in marked.items() if name in self.options.marked}
 
     def _weigh(
-        self, name: str, call: Call, kind: Kind, forgotten: int | None, seen: Observation
+        self, marked: Mapping[str, Marked], call: Call, forgotten: int | None, seen: Observation
     ) -> None:
         """Add the weight on marked keys, such as those of an image."""
-        if not self._marks(name, kind, call.q.shape[2]):
+        if not marked:
             return
-        self.marked.weigh(call, forgotten or 0, self.options.rows, seen)
+        weigh(marked, call, forgotten or 0, self.options.rows, seen)
         if "top_prob" not in self.options.stats:
             seen.values.pop("top_prob")
 
     def _look(
-        self, name: str, kind: Kind, rows: int, keys: int, forgotten: int | None
+        self,
+        name: str,
+        kind: Kind,
+        keys: int,
+        forgotten: int | None,
+        marked: Mapping[str, Marked],
     ) -> dict[str, Any]:
         options, stats = self.options, self._computed[kind]
-        if "top_prob" not in stats and self._marks(name, kind, rows):
+        if marked and "top_prob" not in stats:
             stats = (*stats, "top_prob")
         spanned = kind != "window" and not self.registry.in_tower(name)
         return {

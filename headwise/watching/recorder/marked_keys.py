@@ -65,12 +65,15 @@ class MarkedKeys:
             self.found = {name: Marked.of(shown) for name, shown in whole.items()}
         # a token that was generated is none of them
 
-    def weigh(self, call: Call, forgotten: int, rows: int | None, seen: Observation) -> None:
-        """Add the weights on the marked keys of a call of the pass to its statistics."""
-        for name, marked in self.found.items():
-            weight = weight_on(marked, call, forgotten, rows, seen)
-            if weight is not None:
-                seen.values[SPAN_PREFIX + name] = weight
+
+def weigh(
+    found: Mapping[str, Marked], call: Call, forgotten: int, sampled: int | None, seen: Observation
+) -> None:
+    """Add the weights on marked keys of a call to its statistics."""
+    for name, marked in found.items():
+        weight = weight_on(marked, call, forgotten, sampled, seen)
+        if weight is not None:
+            seen.values[SPAN_PREFIX + name] = weight
 
 
 def _among(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
