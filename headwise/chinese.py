@@ -152,6 +152,9 @@ CHINESE: dict[str, str] = {
         "几乎所有头的权重都接近均匀：这个模型像是没有训练过；权重加载了吗？"
     ),
     "not shown, for they look through windows: {names}": "未显示，因为它们通过窗口查看：{names}",
+    "not shown, for they have another number of tokens: {names}": (
+        "未显示，因为它们的词元数不同：{names}"
+    ),
     "not shown, for they could not be read: {names}": "未显示，因为无法读取：{names}",
     "{name} reads the image as {count} tokens, which are not the patches of one square; hw.watch "
     "has its figures": (

@@ -37,7 +37,9 @@ def groups(
     tokens = seen.tokens if ids is None else torch.tensor([ids])
     found: dict[str, list[Head]] = {id: [] for id in axes}
     for layer in mapped(seen):
-        found[side(layer, axes)].extend(_heads(layer, figures, tokens, batch))
+        id = side(layer, axes)
+        if layer.map().shape[2:] == tuple(map(len, axes[id])):
+            found[id].extend(_heads(layer, figures, tokens, batch))
     made = []
     for id, heads in found.items():
         queries, keys = map(tuple, axes[id])
@@ -72,6 +74,15 @@ def left_out(seen: Recording) -> tuple[Sentence, ...]:
         names = few([name or "the model" for name in seen.unread])
         found.append(say("not shown, for they could not be read: {names}", names=names))
     return tuple(found)
+
+
+def of_other_sizes(seen: Recording, shown: Sequence[Group]) -> tuple[Sentence, ...]:
+    """A note that names the layers of other tokens than those shown, such as a vision tower's."""
+    there = {layer for group in shown for layer, _, _ in group.layers()}
+    names = [layer.name for layer in mapped(seen) if layer.number not in there]
+    if not names:
+        return ()
+    return (say("not shown, for they have another number of tokens: {names}", names=few(names)),)
 
 
 def few(names: Sequence[str], most: int = 4) -> str:

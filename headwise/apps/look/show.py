@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.apps.look.atlas import Atlas
-from headwise.apps.look.head_groups import Axes, groups, mapped, side
+from headwise.apps.look.head_groups import Axes, groups, mapped, of_other_sizes, side
 from headwise.apps.look.readers.reader import Given, Report
-from headwise.apps.look.scene import Description, Input
+from headwise.apps.look.scene import Description, Input, InputKind
 from headwise.apps.look.session import Progress, Session
 from headwise.messages import say
 from headwise.watching import Recording
@@ -86,7 +86,9 @@ def session_of(
     if not seen.layers:
         raise ValueError("nothing was recorded yet; run the model while it is watched")
     axes = _axes(seen, tokens, source)
-    read = Input("watched", "text" if "self" in axes else "translation", groups(seen, axes))
+    kind: InputKind = "text" if "self" in axes else "translation"
+    made = groups(seen, axes)
+    read = Input("watched", kind, made, of_other_sizes(seen, made))
     heads = sum(layer.heads for layer in seen.layers)
     session = Session(
         reader=RecordedReader(Description("watched", 0, len(seen.layers), heads, None))
