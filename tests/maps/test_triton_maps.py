@@ -146,7 +146,7 @@ def test_more_batch_entries_than_a_grid_holds_take_other_loops() -> None:
     assert backends.backend_for(hw.attention_map(q, q)._region) is blockwise
 
 
-@pytest.mark.parametrize("recipe", some)
+@pytest.mark.parametrize("recipe", some[1:])
 def test_the_weight_of_a_rows_largest_keys_is_that_of_the_matrix(recipe: Recipe) -> None:
     call = recipe.call()
     truth = Truth(call)

@@ -40,6 +40,17 @@ class PackedCells(NamedTuple):
         packed = cells.contiguous().view(torch.uint8).numpy().tobytes()
         return PackedCells(packed, *weights.shape)
 
+    @staticmethod
+    def of_shares(numbers: Tensor, largest: float) -> PackedCells:
+        """Pack signed numbers (rows, columns) as float16 of their share of the largest magnitude.
+
+        >>> PackedCells.of_shares(torch.tensor([[3.0, -1.5, 0.0]]), 3.0).cells.hex(" ", 2)
+        '003c 00b8 0000'
+        """
+        shares = numbers.detach().to("cpu", torch.float32) / (largest or 1.0)
+        packed = shares.to(torch.float16).contiguous().view(torch.uint8).numpy().tobytes()
+        return PackedCells(packed, *numbers.shape)
+
     def weights(self) -> Tensor:
         """Unpack the cells into weights (rows, columns), float32.
 

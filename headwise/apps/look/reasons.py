@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise import Edge
+from headwise import Edge, EffectMap
 from headwise.apps.look.predictions import Predictor
 from headwise.apps.look.scene import Group, Head, Input
 from headwise.watching import Watch, runner_up, watch
@@ -53,6 +53,7 @@ class Reasons:
     second: str
     lead: float
     seen: Watch
+    _opened: dict[tuple[int, int], EffectMap] = field(default_factory=dict)  # the last head's
 
     @classmethod
     def of(cls, read: Input, predictor: Predictor, row: int) -> Reasons:
@@ -101,8 +102,24 @@ class Reasons:
 
     def map(self, head: Head, size: int = CELLS) -> Tensor:
         """What a head's edges gave to the lead, pooled by their largest, (rows, keys)."""
-        effects = self.seen.effects(head.layer, head.number)
-        return -effects.pool(size, how="max")[0, 0].detach()
+        return -self._effects(head).pool(size, how="max")[0, 0].detach()
+
+    def tile(self, head: Head, level: int, x: int, y: int) -> tuple[Tensor, float]:
+        """A tile of the zoomable map of what a head's edges gave to the lead, by their largest.
+
+        With the largest magnitude of the whole map.
+        """
+        effects = self._effects(head)
+        largest = effects.tile(0, 0, 0, how="max").abs().max().item()
+        return -effects.tile(level, x, y, how="max").detach(), largest
+
+    def _effects(self, head: Head) -> EffectMap:
+        """The effects of a head's edges; those of the last head are kept with their totals."""
+        at = head.layer, head.number
+        if at not in self._opened:
+            self._opened.clear()
+            self._opened[at] = self.seen.effects(*at)
+        return self._opened[at]
 
     def to_dict(self, count: int) -> dict[str, Any]:
         """The answer that the page asks for."""

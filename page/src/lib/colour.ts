@@ -77,15 +77,40 @@ export function logSpan(columns: number): Span {
   return { scale: 'log', low: even ** 1.5, high: 1 };
 }
 
-/** The weights that the colours span. Below `low` a logarithmic scale shows nothing. */
+/**
+ * The weights that the colours span. Below `low` a logarithmic scale shows nothing. A signed scale
+ * is that of effects: from −high through 0, which is blank, to high.
+ */
 export interface Span {
-  scale: Scale;
+  scale: Scale | 'signed';
   low: number;
   high: number;
 }
 
+/** The ends of the signed scale: numbers below 0, and above; as --series-1 and --series-0. */
+const SIGNED: Record<Mode, readonly [Triple, Triple]> = {
+  light: [
+    [196, 86, 15],
+    [47, 91, 208],
+  ],
+  dark: [
+    [245, 165, 97],
+    [138, 176, 255],
+  ],
+};
+
+/** The colour of a share between −1 and 1 on the signed scale. */
+export function signedColour(share: number, mode: Mode): Triple {
+  const full = SIGNED[mode][share < 0 ? 0 : 1]!;
+  const place = Math.sqrt(Math.min(1, Math.abs(share))); // small effects are seen, too
+  return PALETTES[mode][0]!.map((from, axis) =>
+    Math.round(from + (full[axis]! - from) * place),
+  ) as unknown as Triple;
+}
+
 /** Where a weight lies on the way from no colour (0) to full colour (1). */
 export function placeOf(weight: number, { scale, low, high }: Span): number {
+  if (scale === 'signed') return Math.sqrt(Math.min(1, Math.abs(weight) / (high || 1)));
   if (!(weight > 0)) return 0;
   const place =
     scale === 'linear' ? weight / high : Math.log2(weight / low) / Math.log2(high / low);
@@ -94,6 +119,7 @@ export function placeOf(weight: number, { scale, low, high }: Span): number {
 
 /** The weight at a place between 0 and 1: what a legend writes beside its colours. */
 export function weightAt(place: number, { scale, low, high }: Span): number {
+  if (scale === 'signed') return (2 * place - 1) * high;
   return scale === 'linear' ? place * high : low * (high / low) ** place;
 }
 
@@ -110,17 +136,22 @@ export function colourTable(mode: Mode, span: Span): Uint32Array {
   const key = `${mode} ${span.scale} ${span.low} ${span.high}`;
   const known = tables.get(key);
   if (known) return known;
-  const pixels = PALETTES[mode].map((rgb) => {
-    const bytes = Uint8Array.of(...rgb, 255); // as ImageData lays them out, on any machine
-    return new Uint32Array(bytes.buffer)[0]!;
-  });
+  const pixels = PALETTES[mode].map(pixel);
   const table = new Uint32Array(HALVES.length);
   for (let bits = 0; bits < table.length; bits++) {
-    table[bits] = pixels[Math.round(placeOf(2 ** HALVES[bits]!, span) * (STEPS - 1))]!;
+    table[bits] =
+      span.scale === 'signed'
+        ? pixel(signedColour(HALVES[bits]!, mode)) // a share of the whole map's largest
+        : pixels[Math.round(placeOf(2 ** HALVES[bits]!, span) * (STEPS - 1))]!;
   }
   if (tables.size >= 16) tables.delete(tables.keys().next().value!);
   tables.set(key, table);
   return table;
+}
+
+/** A colour as ImageData lays it out, on any machine. */
+function pixel(rgb: Triple): number {
+  return new Uint32Array(Uint8Array.of(...rgb, 255).buffer)[0]!;
 }
 
 /** The picture of cells, a pixel a cell. */

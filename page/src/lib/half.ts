@@ -1,5 +1,7 @@
 /** float16 as its 16 bits: cells travel as such, and tables of 65,536 entries turn them into anything. */
 
+import type { Cells } from './types';
+
 /** The number that 16 bits stand for. */
 export function fromHalf(bits: number): number {
   const sign = bits & 0x8000 ? -1 : 1;
@@ -16,6 +18,11 @@ export const HALVES = Float32Array.from({ length: 65_536 }, (_, bits) => fromHal
 /** The weight of a cell: 2 to the number its bits stand for, and 0 for -inf. */
 export function weightOf(bits: number): number {
   return 2 ** (HALVES[bits] ?? -Infinity);
+}
+
+/** The number that a cell stands for: its weight, or of a map of effects its effect. */
+export function numberOf({ largest }: Cells, bits: number): number {
+  return largest === undefined ? weightOf(bits) : largest * (HALVES[bits] ?? 0);
 }
 
 /** The bits of little-endian float16, whichever way round this machine reads. */

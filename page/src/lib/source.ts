@@ -73,12 +73,19 @@ export class Source {
     pooling: Pooling,
     signal?: AbortSignal,
   ): Promise<Cells> {
-    const path = query(`${headPath(head)}/tile/${level}/${x}/${y}`, { ...pooling });
+    const { of, ...how } = pooling;
+    const { input, group, layer, head: number } = head;
+    const map =
+      of === undefined
+        ? headPath(head)
+        : `${inputPath(input)}/reasons/${of}/${group}/${layer}/${number}`;
+    const path = query(`${map}/tile/${level}/${x}/${y}`, of === undefined ? how : {});
     const answer = await this.transport.bytes(path, signal);
     return {
       bits: halfBits(answer.buffer),
       rows: answer.header('X-Rows'),
       columns: answer.header('X-Columns'),
+      ...(of === undefined ? {} : { largest: answer.header('X-Largest') }),
     };
   }
 

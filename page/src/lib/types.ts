@@ -111,6 +111,8 @@ export type How = 'mean' | 'max';
 export interface Pooling {
   how: How;
   drop: number;
+  /** Not weights, but what each edge gave to the prediction of this row. */
+  of?: number;
 }
 
 export interface MapShape {
@@ -126,6 +128,8 @@ export interface Cells {
   bits: Uint16Array;
   rows: number;
   columns: number;
+  /** Of effects, not weights: the bits are of a signed share of this number. */
+  largest?: number;
 }
 
 /** The pooled maps of some heads, one after the other, all of one shape. */

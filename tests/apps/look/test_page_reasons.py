@@ -65,3 +65,31 @@ def test_a_file_holds_the_edges_of_a_short_text(dog: Served, visit: Visits, tmp_
     page = visit(f"{file.as_uri()}#/reasons?row=10", offline=True)
     expect(page.locator("[data-answer]")).to_contain_text("After My the model predicts")
     expect(page.get_by_role("button", name="Hide this edge")).to_be_disabled()
+
+
+def test_a_heads_map_is_coloured_by_effect_down_to_single_edges(dog: Served, visit: Visits) -> None:
+    told = dog.session.reasons("0", 11)
+    first = told.edges(1)[0]
+    page = visit("#/reasons", base=dog.url)
+    page.locator("[data-chosen]").get_by_role("link", name="Open the head").click()
+    expect(page).to_have_url(re.compile("of=11"))
+    legend = page.get_by_role("figure", name=re.compile("effect on the prediction"))
+    expect(legend).to_be_visible()
+    head = dog.session.atlases["0"].input.group(first.group).head(f"{first.layer}.{first.head}")
+    cells, largest = told.tile(head, 0, 0, 0)
+    assert cells.shape == (12, 12)
+    assert largest == pytest.approx(float(cells.abs().max()))
+    assert float(cells[first.query, first.key]) == pytest.approx(first.support, rel=1e-4)
+    plot = page.get_by_role("application")
+    expect(plot).to_have_attribute("aria-busy", "false")
+    box = plot.bounding_box()
+    assert box is not None
+    side = box["width"] / 12
+    plot.hover(position={"x": (first.key + 0.5) * side, "y": (first.query + 0.5) * side})
+    effect = page.locator("[data-effect]")
+    expect(effect).to_be_visible()
+    shown = float(effect.inner_text().split()[-1].replace("−", "-"))
+    assert shown == pytest.approx(first.support, rel=0.05)
+    page.get_by_role("radio", name="weight").click()
+    expect(legend).to_have_count(0)
+    expect(page).not_to_have_url(re.compile("of="))

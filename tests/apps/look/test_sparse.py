@@ -143,7 +143,7 @@ def test_it_speaks_chinese(report: Any) -> None:
     written = StringIO()
     view.show(Console(width=200, file=written), parsed(report), zh=True)
     printed = written.getvalue()
-    for said in ("64 个词元", "窗口 + 汇聚键", "建议", "hw.sparsify"):
+    for said in ("64 个词元", "窗口 + 注意力汇", "建议", "hw.sparsify"):
         assert said in printed
     assert not re.search(r"[a-z]{3,} [a-z]{3,} [a-z]{3,}", printed), "a sentence is in English"
 

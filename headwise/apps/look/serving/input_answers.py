@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -154,6 +155,14 @@ def support(session: Session, query: Query, id: str, row: str, *where: str) -> A
     return as_json({"rows": told.shape[0], "columns": told.shape[1], **flat})
 
 
+def support_tile(session: Session, query: Query, id: str, row: str, *where: str) -> Answer:
+    """One tile of a head's map by what each edge gave to the prediction of a row."""
+    _, _, head = _head(session, id, *where[:3])
+    found, largest = _reasons(session, id, int(row)).tile(head, *map(int, where[3:]))
+    answer = _binary(PackedCells.of_shares(found, largest))
+    return replace(answer, headers=answer.headers | {"X-Largest": repr(largest)})
+
+
 def unseen(session: Session, query: Query, id: str, row: str) -> Answer:
     """The predictions of a row without some edges: edges=self:5.1:30:12, head, query and key."""
     atlas = _atlas(session, id)
@@ -246,6 +255,11 @@ ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (rf"/api/inputs/(\d+)/reasons/{PLACE}", reasons),
     (rf"/api/inputs/(\d+)/reasons/{PLACE}/without", unseen),
     (rf"/api/inputs/(\d+)/reasons/{PLACE}/(\w+)/(\d{{1,4}})/(\d{{1,4}})", support),
+    (
+        rf"/api/inputs/(\d+)/reasons/{PLACE}/(\w+)/(\d{{1,4}})/(\d{{1,4}})"
+        rf"/tile/{PLACE}/{PLACE}/{PLACE}",
+        support_tile,
+    ),
 )
 """The addresses of these answers: the groups of a pattern are the arguments after the query."""
 

@@ -1,7 +1,7 @@
 /** The whole chart of a head: the map, its axes and its margins, on one canvas. */
 
 import { PALETTES, placeOf, type Mode, type Span } from '../../lib/colour';
-import { weightOf } from '../../lib/half';
+import { numberOf } from '../../lib/half';
 import type { How } from '../../lib/types';
 import { columnAxis, drawColumns, drawRows, rowAxis, type Ink } from './axes';
 import { drawTiles, type Frame } from './draw';
@@ -173,9 +173,12 @@ function drawWeights(
   for (let row = rows.start; row < rows.stop; row++) {
     for (let column = columns.start; column < columns.stop; column++) {
       const weight = cellAt(pyramid, level, at, row, column);
-      if (weight === null || weight < 0.005) continue; // 0.00 says nothing
+      const signed = span.scale === 'signed';
+      const least = signed ? span.high / 50 : 0.005; // 0.00 says nothing
+      if (weight === null || Math.abs(weight) < least) continue;
       context.fillStyle = lettersOn(placeOf(weight, span), mode);
-      context.fillText(weight.toFixed(2), columns.pixel(column + 0.5), rows.pixel(row + 0.5) + 0.5);
+      const text = signed ? brief(weight) : weight.toFixed(2);
+      context.fillText(text, columns.pixel(column + 0.5), rows.pixel(row + 0.5) + 0.5);
     }
   }
   context.restore();
@@ -198,7 +201,7 @@ export function cellAt(
   const [x, y] = [left / size, top / size];
   const tile = at({ level, x: Math.floor(x / pyramid.tile), y: Math.floor(y / pyramid.tile) });
   const bits = tile?.cells.bits[(y % pyramid.tile) * tile.cells.columns + (x % pyramid.tile)];
-  return bits === undefined ? null : weightOf(bits);
+  return tile === undefined || bits === undefined ? null : numberOf(tile.cells, bits);
 }
 
 /** The first row and key of the cell over a pair of tokens, and how many of each it holds. */
@@ -216,6 +219,11 @@ export interface Pointed {
   readonly how: How;
   readonly value: number | null;
   readonly hidden: boolean;
+}
+
+/** An effect in two digits. */
+function brief(value: number): string {
+  return String(Number(value.toPrecision(2))).replace('-', '−');
 }
 
 function short(value: number): string {

@@ -75,6 +75,28 @@ export class Choices {
     return (this.#look.group?.columns ?? 0) <= FEW ? 'linear' : 'log';
   }
 
+  /** The row whose prediction the map is coloured by: by effects; null: by weights. */
+  get of(): number | null {
+    const row = this.#look.router.number('of', NaN);
+    const known = this.explained && Number.isInteger(row);
+    return known && row >= 0 && row < this.#predicted ? row : null;
+  }
+
+  /** There are predictions to colour the map by; a file holds no tiles of effects. */
+  get explained(): boolean {
+    return this.#predicted > 0 && this.#look.transport.kind !== 'file';
+  }
+
+  /** The rows of the input's predictions; the last one is explained unless another one is named. */
+  get lastOf(): number {
+    return this.#predicted - 1;
+  }
+
+  get #predicted(): number {
+    const group = this.#look.input?.groups.at(-1);
+    return group?.predicts ? group.rows : 0;
+  }
+
   get drop(): number {
     return Math.max(0, Math.floor(this.#look.router.number('drop', 0)));
   }

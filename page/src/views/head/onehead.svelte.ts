@@ -41,7 +41,8 @@ export class OneHead {
   ) {}
 
   get pooling(): Pooling {
-    return { how: this.choices.how, drop: this.choices.drop };
+    const { how, drop, of } = this.choices;
+    return of === null ? { how, drop } : { how: 'max', drop: 0, of };
   }
 
   setSpan(span: Span): void {

@@ -1,11 +1,12 @@
 /** The weights that the colours span, and the colour of letters on them. */
 
-import { logSpan, type Mode, type Scale, type Span } from '../../lib/colour';
+import { logSpan, type Mode, type Span } from '../../lib/colour';
 import { roundUp } from './numbers';
 
 /** The span of colours over so many keys; a linear one ends at the largest weight, `most`. */
-export function spanFor(scale: Scale, most: number, columns: number): Span {
+export function spanFor(scale: Span['scale'], most: number, columns: number): Span {
   if (scale === 'log') return logSpan(columns);
+  if (scale === 'signed') return { scale, low: -most, high: most };
   return { scale, low: 0, high: most > 0 ? Math.min(1, roundUp(most)) : 1 };
 }
 

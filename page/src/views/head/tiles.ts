@@ -104,8 +104,8 @@ export class Tiles {
 
   #key({ level, x, y }: Address): string {
     const { input, group, layer, head } = this.#head;
-    const { how, drop } = this.#pooling;
-    return [input, group, layer, head, how, drop, level, x, y].join('/');
+    const { how, drop, of = '' } = this.#pooling;
+    return [input, group, layer, head, how, drop, of, level, x, y].join('/');
   }
 }
 
@@ -119,7 +119,8 @@ export function pictureOf(tile: Tile, table: Uint32Array): OffscreenCanvas {
   return canvas;
 }
 
-function largest({ bits }: Cells): number {
+function largest({ bits, largest }: Cells): number {
+  if (largest !== undefined) return largest; // of the whole map: its colours are the same anywhere
   let most = -Infinity;
   for (const bit of bits) most = Math.max(most, HALVES[bit]!);
   return 2 ** most;
