@@ -111,6 +111,7 @@ def test_a_short_text_is_in_the_file_with_every_map(tmp_path: Path, static: Path
         "heads": True,
         "cost": False,
         "lab": False,
+        "sparse": False,
         "why": False,
         "watch": False,
     }
