@@ -347,3 +347,14 @@ def test_figures_of_a_head_that_sees_no_key_are_nan() -> None:
     for name, value in found.items():
         assert value[0].isfinite(), name
         assert value[1].isnan(), name
+
+
+def test_every_head_of_every_batch_entry_may_begin_at_its_own_key() -> None:
+    q, k, v = (torch.randn(2, 2, 5, 4, dtype=torch.float64) for _ in range(3))
+    mask = hw.mask.between(torch.tensor([[[0], [1]], [[3], [2]]]), torch.tensor(5))
+    p = hw.attention_map(q, k, mask=mask).to_tensor()
+    first = torch.tensor([[0, 1], [3, 2]])[..., None, None].expand(2, 2, 5, 1)
+    wanted = p.gather(-1, first)[..., 0]
+    for engine in ("reference", "streaming", "auto"):
+        _, seen = hw.observe(q, k, v, mask=mask, stats=("sink_mass",), engine=engine)
+        torch.testing.assert_close(seen.sink_mass, wanted)

@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 import headwise as hw
-from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask
+from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask, traced_mask
 from headwise.core.mask_rules import by_rows
 from headwise.core.patterns import Dense
 from headwise.core.place import Place
@@ -160,6 +160,17 @@ def test_where_queries_stand_in_a_static_cache_is_read_from_the_mask() -> None:
 def test_rows_that_do_not_step_from_key_to_key_stand_nowhere() -> None:
     seen = torch.arange(20) <= torch.tensor([[6], [9], [8]])
     assert read_mask(seen).alignment(Place(1, 1, 3, 20, offset=17)) is None
+
+
+@pytest.mark.parametrize(("last", "stands"), [([4, 5, 6], 4), ([4, 5, 5], 17), ([4, 6, 7], 17)])
+def test_compiled_code_finds_where_queries_stand_without_looking(
+    last: list[int], stands: int
+) -> None:
+    seen = torch.arange(20) <= torch.tensor(last)[:, None]
+    mask, _ = traced_mask(seen, 3)
+    found = mask.alignment(Place(1, 1, 3, 20, offset=17))
+    assert isinstance(found, torch.Tensor)
+    assert found.tolist() == [stands]
 
 
 def test_what_is_added_is_split_into_mask_and_bias() -> None:

@@ -11,6 +11,7 @@ import torch
 import headwise as hw
 from headwise.models import GPT, GPTConfig, Transformer, TransformerConfig
 from headwise.watching import viewers as export
+from headwise.watching.head_types import sampled_weights
 
 CONFIG = GPTConfig(vocabulary=9, context=64, d_model=16, layers=2, heads=2)
 
@@ -38,6 +39,14 @@ def test_headvis_finds_its_files_and_every_weight_is_the_maps(
     entropies = [row["pattern_entropy"] for row in scatter]
     assert entropies == pytest.approx(table["entropy_mean"], abs=1e-4)
     assert all(isinstance(row["induction_score"], float) for row in scatter)
+    weights, positions = sampled_weights(seen.layers[0])
+    spreads = []
+    for p, position in zip(weights[1].double(), positions.tolist(), strict=True):
+        far = [abs(position - key) for key in range(40)]
+        mean = sum(x * y for x, y in zip(p.tolist(), far, strict=True))
+        spreads.append(sum(x * (y - mean) ** 2 for x, y in zip(p.tolist(), far, strict=True)))
+    spread = sum(spreads) / len(spreads)
+    assert scatter[1]["qk_distance_variance"] == pytest.approx(spread, rel=1e-3)
     head = json.loads((folder / "heads" / "L1H0.json").read_text())
     far: list[float] = [0.0] * len(head["qk_distance_histogram"]["bin_values"])
     tokens: list[dict[str, float]] = [{}, {}]
