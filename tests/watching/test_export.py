@@ -40,12 +40,10 @@ def test_headvis_finds_its_files_and_every_weight_is_the_maps(
     assert entropies == pytest.approx(table["entropy_mean"], abs=1e-4)
     assert all(isinstance(row["induction_score"], float) for row in scatter)
     weights, positions = sampled_weights(seen.layers[0])
-    spreads = []
-    for p, position in zip(weights[1].double(), positions.tolist(), strict=True):
-        far = [abs(position - key) for key in range(40)]
-        mean = sum(x * y for x, y in zip(p.tolist(), far, strict=True))
-        spreads.append(sum(x * (y - mean) ** 2 for x, y in zip(p.tolist(), far, strict=True)))
-    spread = sum(spreads) / len(spreads)
+    far = (positions[:, None] - torch.arange(40)).abs().double()
+    share = weights[1].double() / len(positions)  # of all rows together
+    mean = float((share * far).sum())
+    spread = sum((share * (far - mean) ** 2).flatten().tolist())
     assert scatter[1]["qk_distance_variance"] == pytest.approx(spread, rel=1e-3)
     head = json.loads((folder / "heads" / "L1H0.json").read_text())
     far: list[float] = [0.0] * len(head["qk_distance_histogram"]["bin_values"])
