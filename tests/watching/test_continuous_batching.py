@@ -130,6 +130,13 @@ def test_caps_and_windows() -> None:
     assert seen.heads()["entropy_mean"][:4] == pytest.approx(joined[0].tolist(), rel=1e-4)
 
 
+def test_requests_are_whole_without_the_first_layer() -> None:
+    model = built(num_hidden_layers=3)
+    with hw.watch(model, layers=[1, 2], maps=False) as seen:
+        served(model)
+    assert [len(x) for x in seen.requests.values()] == [len(x) + NEW - 1 for x in PROMPTS]
+
+
 def test_eviction_scores_are_there_while_it_decodes() -> None:
     model = built()
     found: list[tuple[int, Tensor, Tensor]] = []

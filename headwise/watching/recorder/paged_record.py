@@ -124,7 +124,7 @@ class PagedRecords:
             layer.figures.index_copy_(0, call.own, figures.permute(2, 0, 1).to(torch.float32))
             if layer.q is not None:
                 layer.q.index_copy_(0, call.own, batch.q)
-            if call.layer == allocator.layer_indices[0] or len(group.layers) == 1:
+            if layer is next(iter(group.layers.values())):
                 self._stamp(group, call)
         return out, seen
 
