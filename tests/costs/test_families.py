@@ -195,6 +195,19 @@ def test_anybodys_module_is_counted_with_its_fused_attention(call: Any) -> None:
     assert torch.nn.functional.scaled_dot_product_attention.__module__ != Somebodys.__module__
 
 
+def test_a_function_that_was_found_during_a_count_computes_afterwards() -> None:
+    """Code that is imported inside a forward, or another thread, may find the stand-in."""
+    found = []
+
+    def finding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        found.append(torch.nn.functional.scaled_dot_product_attention)
+        return plain(q, k, v)
+
+    hw.cost(Somebodys(finding), inputs=torch.randn(2, 8, 64))
+    x = torch.randn(1, 2, 4, 8)
+    assert torch.equal(found[0](x, x, x), torch.nn.functional.scaled_dot_product_attention(x, x, x))
+
+
 def test_layers_of_pytorch_inside_a_module_are_counted_with_their_fused_attention() -> None:
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
     alone = hw.cost(layer, batch=2, queries=32, dtype="fp32", device="cpu")

@@ -159,9 +159,12 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """PyTorch's attention of q (…, N, E) over k and v."""
-    recorder = _recorders[-1]
-    if not query.is_meta or query.ndim not in (3, 4) or _recorders[-1].quiet:
+    """PyTorch's attention of q (…, N, E) over k and v.
+
+    Code that found this function during a trace may keep it and call it later.
+    """
+    recorder = _recorders[-1] if query.is_meta and _recorders else None
+    if recorder is None or recorder.quiet or query.ndim not in (3, 4):
         return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                     enable_gqa=enable_gqa)  # fmt: skip
     found: Mask | None = None
