@@ -68,11 +68,13 @@ class Commands(TyperGroup):
 
 def loaded(name: str) -> Any:
     """The command of this name, with its options."""
+    collecting = gc.isenabled()
     gc.disable()  # of what is being loaded nothing can be freed: searching it takes a sixth longer
     try:
         made = typer.main.get_command(import_module(COMMANDS[name].module).app)
     finally:
-        gc.enable()
+        if collecting:
+            gc.enable()
     for command in (made, *getattr(made, "commands", {}).values()):
         command.help = unwrapped(command.help or "")
     return made
