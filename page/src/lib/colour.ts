@@ -161,3 +161,11 @@ export function paint(cells: Cells, table: Uint32Array): ImageData {
   for (let cell = 0; cell < pixels.length; cell++) pixels[cell] = table[cells.bits[cell]!]!;
   return image;
 }
+
+/** Black or white, whichever is easier to read on a colour: the contrast is 4.58 at least. */
+export function inkOn(colour: Triple): string {
+  const light = (part: number) =>
+    part <= 10 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4;
+  const [r, g, b] = colour;
+  return 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b) > 0.179 ? '#000' : '#fff';
+}

@@ -25,6 +25,7 @@ from headwise.apps.look.sparse_report import METHODS, Point, SparseReport
 from headwise.apps.look.sparsity import view
 from headwise.apps.look.sparsity.survey import cheapest
 from tests.apps.look.conftest import Served, Visits
+from tests.apps.look.test_page_access import findings
 from tests.apps.look.test_page_narrow import try_widths
 
 SHORT = ["--tokens", "64", "--budget", "8", "--budget", "32"]
@@ -188,8 +189,11 @@ def test_the_page_shows_a_recorded_report(
     few = page.locator("[data-method='window + sinks'] td").first
     points = {x["budget"]: x["increase"] for x in report["methods"]["window + sinks"]}
     expect(few).to_have_text(f"{points[8]:+.3f}".replace("-", "−"))
+    assert findings(page) == []
     page.keyboard.press("Shift+L")
     expect(page.get_by_role("heading", name="建议的每层预算")).to_be_visible()
+    page.emulate_media(color_scheme="dark")
+    assert findings(page) == []
     try_widths(page)
 
 
