@@ -104,6 +104,10 @@ def test_some_heads_and_batch_entries_see_their_part_of_the_mask(
     found = shown(mask, replace(place, batch=len(batch), heads=len(heads)))
     whole = rule.matrix(sizes).expand(sizes.batch, 4, -1, -1)
     assert torch.equal(found, whole[batch.start :, heads.start :])
+    misfit = replace(place, batch=len(batch) + 1, heads=len(heads))
+    if mask is not rule.mask:
+        with pytest.raises(ValueError, match=f"the mask is of {len(batch)} batch entries"):
+            mask.check(misfit)
     causal = hw.mask.causal()  # which is the same for all
     assert part_of(causal, replace(place, batch=3), range(1), range(4)) is causal
 

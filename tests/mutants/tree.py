@@ -22,11 +22,15 @@ PARTS = {
     "core": (
         *("tests/core", "tests/maps", "tests/test_attention.py", "tests/test_dropout.py"),
         *("tests/test_errors.py", "tests/test_mask.py", "tests/engines/test_agreement.py"),
-        *("tests/watching/test_adapters_masks.py", "headwise/core"),
+        *("tests/watching/test_adapters_masks.py", "tests/nn/test_caches.py", "headwise/core"),
     ),
-    "maps": ("tests/maps", "tests/core", "tests/test_errors.py", "headwise/maps"),
+    "maps": (
+        *("tests/maps", "tests/core", "tests/test_errors.py", "tests/engines/test_transforms.py"),
+        "headwise/maps",
+    ),
     "watching": (
         *("tests/watching", "tests/nn/test_swap.py", "tests/distributed/test_model_parallel.py"),
+        *("tests/apps/cli/test_watch.py", "tests/apps/train/test_watched.py"),
         "headwise/watching",
     ),
     "distributed": ("tests/distributed", "headwise/distributed", "headwise/watching/ranks"),
