@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.watching.recorder.marked_keys import MarkedKeys
 
 transformers = pytest.importorskip("transformers")
 
@@ -143,3 +144,10 @@ def test_a_text_puts_no_weight_on_images_and_a_named_span_stays() -> None:
     with torch.no_grad(), hw.watch(model) as seen:
         model(inputs_embeds=torch.randn(1, 9, 32).double())
     assert not seen.spans
+
+
+def test_an_image_after_an_answer_is_where_it_stands() -> None:
+    marked = MarkedKeys({"image": (IMAGE,)})
+    for past, tokens in ((0, [1, IMAGE, 2]), (3, [3]), (4, [4]), (5, [5, IMAGE])):
+        marked.note(torch.tensor([tokens]), past)
+    assert marked.found["image"].order.tolist() == [[1, 6]]

@@ -56,9 +56,10 @@ class MarkedKeys:
         elif not past:
             self.found = {name: Marked.of(_among(tokens, ids)) for name, ids in self.ids.items()}
         elif tokens.shape[1] > 1:
-            before = {name: each.shown for name, each in self.found.items()}
+            before = {name: each.shown[:, :past] for name, each in self.found.items()}
+            before = {name: pad(x, (0, past - x.shape[1])) for name, x in before.items()}
             whole = {
-                name: torch.cat((before[name][:, :past], _among(tokens, ids)), 1)
+                name: torch.cat((before[name], _among(tokens, ids)), 1)
                 for name, ids in self.ids.items()
                 if name in before and len(before[name]) == len(tokens)
             }
