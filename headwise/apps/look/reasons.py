@@ -116,10 +116,12 @@ class Reasons:
     def _effects(self, head: Head) -> EffectMap:
         """The effects of a head's edges; those of the last head are kept with their totals."""
         at = head.layer, head.number
-        if at not in self._opened:
+        found = self._opened.get(at)
+        if found is None:
+            found = self.seen.effects(*at)
             self._opened.clear()
-            self._opened[at] = self.seen.effects(*at)
-        return self._opened[at]
+            self._opened[at] = found
+        return found
 
     def to_dict(self, count: int) -> dict[str, Any]:
         """The answer that the page asks for."""
