@@ -130,6 +130,11 @@ def _understood(found: dict[str, Any]) -> SparseReport:
     ]  # fmt: skip
     if not (heads and layers and points.keys() <= METHODS.keys() and any(points.values())):
         raise ValueError("it has nothing to show")
+    if not all(each.points for each in layers):
+        raise ValueError("it has a layer without points")
+    alone = len({x.layer for x in layers}) == len(layers)
+    if not alone or len({(x.layer, x.head) for x in heads}) < len(heads):
+        raise ValueError("it names a layer or a head twice")
     return SparseReport(
         _text(found["model"]), _whole(found["tokens"]), _whole(found["scored"]),
         _whole(found["block"]), _number(found["share"]), _number(found["loss"]), points, heads,

@@ -175,6 +175,20 @@ def test_what_is_no_report_is_refused(report: Any, wrong: Any, tmp_path: Path) -
             opening.find(str(file))
 
 
+@pytest.mark.parametrize("part", ["layers", "heads", "points"])
+def test_a_report_that_no_chart_can_show_is_refused(report: Any, part: str, tmp_path: Path) -> None:
+    first = report["layers"][0]
+    wrong = {
+        "layers": {"layers": [first, first]},
+        "heads": {"heads": report["heads"][:1] * 2},
+        "points": {"layers": [first | {"points": []}]},
+    }[part]
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report | wrong), encoding="utf-8")
+    with pytest.raises(ValueError, match="not a report of headwise sparse"):
+        opening.find(str(file))
+
+
 def test_the_page_shows_a_recorded_report(
     report: Any, serve: Callable[..., Served], visit: Visits
 ) -> None:
