@@ -78,7 +78,7 @@ def test_the_triton_kernel_serves_them(
     monkeypatch.setattr(ragged_kernel, "launch", spy)
     monkeypatch.setattr(TRITON, "devices", ("cuda", "cpu"))
     check(page, options, dtype)
-    assert len(served) == 2
+    assert len(served) == 3
 
 
 def check(page: int, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -92,6 +92,10 @@ def check(page: int, options: dict[str, Any], dtype: torch.dtype) -> None:
     out, seen = batch.observe(STATISTICS, 2, Marks(batch.pages, own, slots))
     close = {"atol": 2e-3, "rtol": 2e-3} if dtype == torch.float16 else {"atol": 1e-5, "rtol": 1e-4}
     torch.testing.assert_close(batch.attend(), out, **close)
+    marked = torch.zeros_like(slots)
+    _, bare = batch.observe((), 2, Marks(batch.pages, own, marked))
+    assert [*bare.values] == ["lse"]
+    torch.testing.assert_close(marked, slots)
     torch.testing.assert_close(batch.whole().k[0].transpose(0, 1), batch.keys[torch.cat(each)])
     begin = 0
     for rows, n in zip(each, COUNTS, strict=True):

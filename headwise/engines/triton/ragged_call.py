@@ -22,7 +22,7 @@ def observe_by_kernel(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor] | None:
     """The output (T, Hq, Dv) of a `RaggedBatch`, its statistics and lse, and max_logit (1, Hq, T).
 
-    None if no kernel serves it; no statistics are computed if none are wanted.
+    None if no kernel serves it; without statistics and marks only the output is computed.
     """
     q, keys, values = batch.q, batch.keys, batch.values
     if q.device.type not in TRITON.devices or not usable(q.device):
@@ -34,15 +34,16 @@ def observe_by_kernel(
         return None
     from headwise.engines.triton.host import ragged_kernel
 
-    options = (batch.softcap is not None, batch.sinks is not None, bool(stats))
+    look = bool(stats) or marks is not None
+    options = (batch.softcap is not None, batch.sinks is not None, look)
     alike = failures.family(TRITON.name, "packed requests", q, values, False, options)
     if alike in failures.failed():
         return None
     try:
-        out, found = ragged_kernel.launch(batch, bool(stats), sink_keys, marks)
+        out, found = ragged_kernel.launch(batch, look, sink_keys, marks)
     except KernelError as failure:
         failures.record(alike, failure)
         return None
-    named = dict(zip(ragged_kernel.FIGURES, found[:, None], strict=True)) if stats else {}
+    named = dict(zip(ragged_kernel.FIGURES, found[:, None], strict=True)) if look else {}
     highest = named.get("max_logit", out.new_zeros(0))
-    return out, {name: named[name] for name in (*stats, "lse") if stats}, highest
+    return out, {name: named[name] for name in (*stats, "lse") if look}, highest
