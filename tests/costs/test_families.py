@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
@@ -177,11 +178,15 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def imported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return hw.attention(q, k, v, mask=hw.mask.causal())
 
 
-@pytest.mark.parametrize("call", [plain, own])
+@pytest.mark.parametrize("call", [plain, imported, own])
 def test_anybodys_module_is_counted_with_its_fused_attention(call: Any) -> None:
     from tests.costs.test_saved import kept
 
@@ -190,7 +195,7 @@ def test_anybodys_module_is_counted_with_its_fused_attention(call: Any) -> None:
     assert found.flops == 2 * 2 * 128 * 64 * 4 * 64 + 4 * 2 * (128 * 129 // 2) * 64
     assert found.flops_dense == 2 * 2 * 128 * 64 * 4 * 64 + 4 * 2 * 128 * 128 * 64
     assert found.activations == kept(module, lambda: module(x))
-    steps = hw.cost(module, inputs=x, fused=False) if call is plain else found
+    steps = hw.cost(module, inputs=x, fused=False) if call is not own else found
     assert steps.flops == found.flops
     assert torch.nn.functional.scaled_dot_product_attention.__module__ != Somebodys.__module__
 

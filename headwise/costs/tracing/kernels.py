@@ -185,17 +185,17 @@ def stepped(
     recorder: Recorder, found: Mask | None, query: Tensor, key: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
     """PyTorch's own steps: what it does on the meta device, and on a CPU with dropout."""
-    with recorder.under([(found, query.shape[-2], key.shape[-2])]):
+    with recorder.under([(found, query.shape[-2], key.shape[-2])]), torch._C.DisableTorchFunction():
         return SDPA(query, key, *rest, **options)
 
 
 class HeadwiseCalls(TorchFunctionMode):
-    """Hears calls of `hw.attention`."""
+    """Hears calls of `hw.attention`, and of PyTorch's function where code imported it by name."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is api.attention and args[0].is_meta and args[0].ndim == 4:
             return headwise_attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (sdpa if func is SDPA else func)(*args, **(kwargs or {}))
 
 
 def headwise_attention(
