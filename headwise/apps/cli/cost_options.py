@@ -37,7 +37,7 @@ headwise cost --measure                            then: --device this
 Prefill is limited by FLOPs, decoding by bytes: each token reads all weights and the whole KV
 cache. A device with R FLOPs and B bytes per second waits for memory below R/B FLOPs per byte.
 FLOPs of whole tiles are those that a kernel computes where the mask cuts through a tile;
-exponentials and the like are operations that are no multiply-adds, one each.
+exponentials and the like are operations other than multiply-adds, one each.
 """
 
 

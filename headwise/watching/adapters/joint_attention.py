@@ -45,7 +45,7 @@ class JointAttention:
     def parts(self, frames: Sequence[RunningModule], call: Call) -> dict[str, Marked] | None:
         """The image's and the text's tokens, none if it is not known which are which.
 
-        None if the call of the innermost of these modules is no joint attention.
+        None if the call of the innermost of these modules is not joint attention.
         """
         for depth, frame in enumerate(reversed(frames[-2:])):
             names = parameters(type(frame.module).forward)
