@@ -256,7 +256,7 @@ def unlike(holds: int, of: int, others: int, of_others: int) -> float:
     """Fisher's exact p-value: how often two equal shares would differ by as much.
 
     >>> round(unlike(1, 9, 11, 12), 4)
-    0.0003
+    0.0004
     """
     table = [[holds, of - holds], [others, of_others - others]]
     return float(_student().fisher_exact(table).pvalue)
