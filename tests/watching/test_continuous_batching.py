@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -134,6 +135,8 @@ def test_requests_are_whole_without_the_first_layer() -> None:
     model = built(num_hidden_layers=3)
     with hw.watch(model, layers=[1, 2], maps=False) as seen:
         served(model)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="in another thread"):
+            pool.submit(model, torch.tensor([PROMPTS[0]])).result()
     assert [len(x) for x in seen.requests.values()] == [len(x) + NEW - 1 for x in PROMPTS]
 
 

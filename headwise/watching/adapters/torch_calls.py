@@ -107,6 +107,7 @@ class Running(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.written_out = WrittenOut()
+        self.serves = False  # continuous batching
 
 
 class Listener(ModelMode):
@@ -117,7 +118,7 @@ class Listener(ModelMode):
         self.recorder = recorder
         self.names: dict[int, str] = {}  # of the modules with hooks
         self.memo = MaskMemo()
-        self.threads = {threading.get_ident()}
+        self.thread = threading.get_ident()
         self.joint = JointAttention()
         self.running = Running()
         self.readers: dict[Any, Callable[..., None]] = {}  # of functions that other adapters read
@@ -141,7 +142,7 @@ class Listener(ModelMode):
         aside = self.recorder.aside and any(id(module) in x for x in _FOLLOWED)
         quiet = quiet or aside
         if "read_index" in options:  # continuous batching runs the model in a thread of its own
-            self.threads.add(threading.get_ident())
+            self.running.serves = True
         self.refuse_other_threads(name)
         recorder = self.recorder
         changed = recorder.interventions.running
@@ -162,7 +163,8 @@ class Listener(ModelMode):
 
     def refuse_other_threads(self, name: str) -> None:
         """Raise ValueError if the model runs in another thread than its watch."""
-        if threading.get_ident() not in self.threads and not recomputing():
+        known = threading.get_ident() == self.thread or self.running.serves
+        if not known and not recomputing():
             raise ValueError(
                 f"{name or 'the watched model'} runs in another thread than the one that attached "
                 "its watch, and a watch follows that thread alone; attach() it in the thread that "
