@@ -43,6 +43,8 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 # Outputs and notations that no lexer reads stand in code blocks, too.
 suppress_warnings = ["misc.highlighting_failure"]
+# Types in signatures stand as in the code; those that are not public names have no entry.
+nitpick_ignore_regex = [(r"py:(class|obj|meth|func)", r".*")]
 
 TWINS = {page.name for page in pages() if page.language == other} | {"results/lab"}
 """The pages that the other language has."""
