@@ -83,6 +83,31 @@ def test_a_mask_that_is_added_hides(way: Any) -> None:
     assert torch.equal(p > 0, torch.ones(2, 4, 3, 3).tril().bool())
 
 
+def test_a_mask_is_longer_by_what_a_model_joins_to_it() -> None:
+    mask = MaskTensor(hw.mask.causal(), (2, 1, 3, 3), torch.device("cpu"))
+    more = torch.tensor([0.0, -torch.inf]).expand(2, 1, 3, 2)
+    p = torch.cat([mask, more.to(mask.dtype)], -1).softmax(-1)
+    seen = torch.cat([torch.ones(3, 3).tril(), torch.tensor([[1, 0]]).expand(3, 2)], -1).bool()
+    assert torch.equal(p > 0, seen.expand(2, 1, 3, 5))
+
+
+def test_without_a_mask_every_key_is_seen_whatever_the_module_says() -> None:
+    module, x = torch.nn.Identity(), torch.randn(2, 4, 5, 8)
+    module.is_causal = True
+    out, _ = ours.attend(module, x, x, x, None)
+    torch.testing.assert_close(out.transpose(1, 2), hw.attention(x, x, x))
+
+
+def test_a_mask_of_other_keys_is_refused() -> None:
+    mask, x = (
+        MaskTensor(hw.mask.causal(), (2, 1, 5, 5), torch.device("cpu")),
+        torch.randn(2, 4, 5, 8),
+    )
+    longer = torch.cat([x, x], 2)
+    with pytest.raises(ValueError, match=r"mask is of 5 keys, and its attention has 10.*'eager'"):
+        ours.attend(torch.nn.Identity(), x, longer, longer, mask)
+
+
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt_oss", "gemma2"])
 def test_gradients_are_those_of_eager_attention(family: str) -> None:
     grads = {}

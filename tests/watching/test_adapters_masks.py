@@ -91,7 +91,7 @@ def test_rules_of_transformers_are_kept_to_the_pair(
     )
     found = made(rules[rule], PADDING[padding], **where)
     assert found.shape == (B, 1, queries, keys)
-    assert torch.equal(found.written_out(), wanted.expand(B, 1, queries, keys))
+    assert torch.equal(found.seen(), wanted.expand(B, 1, queries, keys))
     if rule in RULES and padding != "inside":
         assert found.mask.pieces > 0
 
@@ -209,17 +209,17 @@ def test_rules_of_flex_attention_are_asked_a_few_rows_at_a_time() -> None:
 
 def test_a_mask_in_the_dress_of_a_tensor_survives_what_models_do_with_one() -> None:
     given = made(RULES["window"], PADDING["left"], q_length=N, kv_length=N, q_offset=0)
-    plain = given.written_out()
+    plain = torch.zeros(B, 1, N, N).masked_fill(~given.seen(), torch.finfo(torch.float32).min)
     assert given.contiguous() is given
     assert given.ndim == len(given.shape) == given.dim() == 4
     assert isinstance(given.to("cpu"), MaskTensor)
-    hidden = torch.zeros(plain.shape).masked_fill(~plain, torch.finfo(torch.float32).min)
-    assert torch.equal(given.to(torch.float32), hidden)  # numbers are to be added to scores
-    assert torch.equal(given.float(), hidden)
-    assert torch.equal(given[:, :, :, :5], plain[:, :, :, :5])
-    assert torch.equal(torch.where(given, 0.0, -1.0), torch.where(plain, 0.0, -1.0))
-    assert torch.equal(~given, ~plain)
-    assert given.dtype == torch.bool
+    half = given.to(torch.float16)
+    assert isinstance(half, MaskTensor)
+    assert torch.equal(half + 0, torch.zeros(()).half().masked_fill(~given.seen(), -65504.0))
+    assert torch.equal(given[:, :, :, :5] + 0, plain[:, :, :, :5])
+    assert torch.equal(torch.where(given < 0, 0.0, -1.0), torch.where(plain < 0, 0.0, -1.0))
+    assert torch.equal(-given, -plain)
+    assert given.dtype == torch.float32
     assert given.device == plain.device
 
 

@@ -108,23 +108,33 @@ def _to_call(
     options: dict[str, Any],
     watched: bool,
 ) -> Call:
-    if isinstance(given, MaskTensor | UnwrittenMask):
-        plain = InterfaceCall("eager", module, q, k, v, None, options)
-        call = to_call(plain, "self", None, _memo)
+    ours = isinstance(given, MaskTensor | UnwrittenMask)
+    # Without a mask every key is seen, as with eager attention, whatever the module's is_causal is.
+    plain = InterfaceCall("eager", module, q, k, v, None if ours else given, options)
+    call = to_call(plain, "self", None, _memo)
+    if ours:
+        _refuse_other_keys(given, k)
         if isinstance(given, MaskTensor):
             call = call.changed(mask=given.mask)
         elif watched or call.bias is not None or options.get("output_attentions"):
             call = call.changed(mask=given.of_positions())
         else:
             call = call._replace(k=given.packed(k), v=given.packed(v)).changed(mask=given.mask)
-    else:  # without a mask the module's own is_causal decides, as with PyTorch's kernels
-        plain = InterfaceCall("sdpa", module, q, k, v, given, options)
-        call = to_call(plain, "self", None, _memo)
     apart = by_lengths(options, call.q, call.k, _memo)
     if apart is None:
         return call
     shown = call.given.mask
     return call.changed(mask=apart if shown is None else shown & apart)
+
+
+def _refuse_other_keys(given: MaskTensor | UnwrittenMask, k: Tensor) -> None:
+    masked, keys = given.shape[-1], k.shape[2]
+    if masked in (1, keys) or split_calls() is not None:  # whose masks are of the whole sequence
+        return
+    raise ValueError(
+        f"its mask is of {masked} keys, and its attention has {keys}: headwise can't know which of "
+        "them are hidden; use attn_implementation='eager'"
+    )
 
 
 def weights(call: Call) -> Tensor:
@@ -152,17 +162,20 @@ def mask(
 ) -> Tensor | None:
     """A mask function of transformers: its rule, and padding (B, tokens), as one of our masks.
 
+    What a model does with it is what it does with the mask of eager attention, which every model
+    supports: numbers of this dtype to add to scores.
+
     Before transformers 5.4 `cache_position` (N,) numbered the queries; since then `q_length` and
     `q_offset` do. Nothing is dropped: an unknown rule is asked about every pair.
 
     If the sequence is split between processes, the mask is that of the whole sequence.
 
-    Compiled code can't look into a tensor: it gets an `UnwrittenMask`, or None where PyTorch's
-    attention needs no mask. A static cache, whose `q_offset` is a tensor, is there to be compiled:
-    outside of compiled code it gets the tensor that PyTorch's attention gets, and so does a rule
-    that compiled code can't read.
+    Compiled code can't look into a tensor: it gets an `UnwrittenMask`, or None where nothing is
+    hidden. A static cache, whose `q_offset` is a tensor, is there to be compiled: outside of
+    compiled code it gets the tensor that eager attention gets, and so does a rule that compiled
+    code can't read.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask
 
     rule: Any = causal_mask_function if mask_function is None else mask_function
     if torch.compiler.is_compiling() or isinstance(q_offset, Tensor):
@@ -178,7 +191,7 @@ def mask(
             **options,
         }
         unwritten = torch.compiler.is_compiling() and q_length is not None
-        made: Tensor | None = _unwritten(given) if unwritten else sdpa_mask(**given)
+        made: Tensor | None = _unwritten(given) if unwritten else eager_mask(**given)
         return made
     if (split := split_calls()) is not None:
         attention_mask, (_, kv_length) = split.tokens, held_positions(kv_length, _where(device))
@@ -191,12 +204,13 @@ def mask(
     padding = _padding(attention_mask, kv_offset + kv_length)
     grid = Grid(batch_size, queries, kv_offset, kv_length)
     found = to_mask(rule, padding, grid, partial(_tile, rule, padding, grid, options))
-    return MaskTensor(found, (batch_size, 1, len(queries), kv_length), queries.device)
+    shape = (batch_size, 1, len(queries), kv_length)
+    return MaskTensor(found, shape, queries.device, options.get("dtype", torch.float32))
 
 
 def _unwritten(given: dict[str, Any]) -> Any:
-    """The mask in compiled code, as `mask` says, of the arguments of transformers' `sdpa_mask`."""
-    from transformers.masking_utils import sdpa_mask
+    """The mask in compiled code, as `mask` says, of the arguments of transformers' `eager_mask`."""
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
     batch, queries, keys = (given[x] for x in ("batch_size", "q_length", "kv_length"))
     first, key, padding = given.get("q_offset", 0), given["kv_offset"], given["attention_mask"]
@@ -204,10 +218,10 @@ def _unwritten(given: dict[str, Any]) -> Any:
     if isinstance(padding, UnwrittenMask):  # of the model that this one is a part of
         return padding
     if given.get("use_vmap") or (padding is not None and (padding.ndim != 2 or queries == 1)):
-        return sdpa_mask(**given)
+        return eager_mask(**given)
     rule = read_rule(given["mask_function"], batch, key, keys, device)
     if rule is None:
-        return sdpa_mask(**given)
+        return eager_mask(**given)
     if padding is not None:
         short = key + keys - padding.shape[1]
         padding = padding.bool()
@@ -215,10 +229,6 @@ def _unwritten(given: dict[str, Any]) -> Any:
         padding = padding[:, key : key + keys]
     elif rule.shows_all and given.get("allow_is_bidirectional_skip", False):
         return None
-    elif rule.is_causal and given.get("allow_is_causal_skip", True) and queries == keys:
-        plain = not isinstance(first, Tensor) and first == key == 0
-        if plain:
-            return None  # the module says that it is causal
     all_pairs = given | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return UnwrittenMask(
         rule,

@@ -22,69 +22,65 @@ from headwise.watching.adapters.traced_rules import TracedRule
 
 _SIZES = frozenset((Tensor.size, Tensor.dim, Tensor.numel, Tensor.ndimension, Tensor.__len__))
 _SAME = frozenset((Tensor.contiguous, Tensor.detach))
-_CASTS: dict[Any, torch.dtype] = {
-    Tensor.float: torch.float32,
-    Tensor.double: torch.float64,
-    Tensor.half: torch.float16,
-    Tensor.bfloat16: torch.bfloat16,
-}
 _PARTS = frozenset(
     (Tensor.__getitem__, Tensor.expand, Tensor.repeat, Tensor.narrow, Tensor.clone, torch.clone)
-)
-_ADDS = frozenset(
-    (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
 )
 
 
 class MaskTensor(Tensor):
-    """One of our masks given as a tensor: (B, 1, N, M) bool without storage.
+    """One of our masks given as the tensor of eager attention: (B, 1, N, M) without storage.
 
     The mask function returns it and `attend` takes it; any other operation gets the mask written
-    out, so nothing is lost. A model that adds it to its scores, or a part of it, or makes it
-    numbers first, gets 0 and the lowest number, as eager attention does: adding booleans would hide
-    nothing.
+    out as eager attention adds it to its scores, so a model computes the same with it: 0 where a
+    key is seen, else the lowest number.
 
     >>> import headwise as hw
     >>> given = MaskTensor(hw.mask.causal(), (2, 1, 3, 3), torch.device("cpu"))
-    >>> given.shape, given.contiguous() is given
-    (torch.Size([2, 1, 3, 3]), True)
-    >>> given[0, 0, 1]
+    >>> given.shape, given.dtype, given.contiguous() is given
+    (torch.Size([2, 1, 3, 3]), torch.float32, True)
+    >>> given[0, 0, 1] == 0
     tensor([ True,  True, False])
-    >>> (torch.zeros(3) + given)[0, 0, 1] < 0
-    tensor([False, False,  True])
     """
 
     mask: Mask
 
     @staticmethod
-    def __new__(cls, mask: Mask, shape: tuple[int, ...], device: torch.device) -> MaskTensor:
-        made: MaskTensor = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=torch.bool, device=device
-        )
+    def __new__(
+        cls,
+        mask: Mask,
+        shape: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> MaskTensor:
+        made: MaskTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.mask = mask
         return made
 
-    def __init__(self, mask: Mask, shape: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        mask: Mask,
+        shape: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
 
-    def written_out(self) -> Tensor:
-        """The mask as booleans, (B, 1, N, M)."""
+    def seen(self) -> Tensor:
+        """The keys that are seen, (B, 1, N, M) bool."""
         batch, heads, queries, keys = self.shape
         place = Place(batch, heads, queries, keys, offset=keys - queries, device=self.device)
         return self.mask.to_dense(place).expand(self.shape)
 
-    def to_add(self, dtype: torch.dtype) -> Tensor:
-        """The mask as numbers to add to scores: 0 where a key is seen, else the lowest number."""
-        zeros = torch.zeros(self.shape, dtype=dtype, device=self.device)
-        return zeros.masked_fill(~self.written_out(), torch.finfo(dtype).min)
+    def written_out(self) -> Tensor:
+        """The mask as numbers to add to scores, (B, 1, N, M)."""
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill(~self.seen(), torch.finfo(self.dtype).min)
 
     def moved(self, *given: Any, **options: Any) -> Tensor:
-        """The result of `to`: the same mask on another device, or numbers to add to scores."""
-        like = torch.empty(0, dtype=torch.bool, device=self.device).to(*given, **options)
-        if like.dtype == torch.bool:
-            return MaskTensor(self.mask, tuple(self.shape), like.device)
+        """The result of `to`: the same mask on another device, or of another floating dtype."""
+        like = torch.empty(0, dtype=self.dtype, device=self.device).to(*given, **options)
         if like.is_floating_point():
-            return self.to_add(like.dtype).to(like.device)
+            return MaskTensor(self.mask, tuple(self.shape), like.device, like.dtype)
         return self.written_out().to(*given, **options)
 
     @classmethod
@@ -95,18 +91,12 @@ class MaskTensor(Tensor):
             return args[0]
         if func is Tensor.to:
             return args[0].moved(*args[1:], **(kwargs or {}))
-        if func in _CASTS:
-            return args[0].to_add(_CASTS[func])
         if func in _SIZES or getattr(func, "__name__", "") == "__get__":  # .shape, .device, ...
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func in _ADDS:
-            numbers = [x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()]
-            dtype = numbers[0] if numbers else torch.get_default_dtype()
-            args = tuple(x.to_add(dtype) if isinstance(x, MaskTensor) else x for x in args)
         out = func(*_written_out(args), **_written_out(kwargs or {}))
         if func in _PARTS and out.ndim == 4:
-            return MaskTensor(Dense(out), tuple(out.shape), out.device)
+            return MaskTensor(Dense(out == 0), tuple(out.shape), out.device, out.dtype)
         return out
 
     @classmethod

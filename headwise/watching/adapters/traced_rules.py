@@ -34,11 +34,6 @@ class TracedRule:
     groups: Tensor | None  # (B|1, M): numbers that grow from each group to the next; None: one
 
     @property
-    def is_causal(self) -> bool:
-        """True if a query sees all keys up to its own."""
-        return self.low is None and self.high == 1 and self.groups is None
-
-    @property
     def shows_all(self) -> bool:
         """True if it hides nothing."""
         return self.low is None and self.high is None and self.groups is None
