@@ -65,6 +65,14 @@ def _score(score: Score | None, heads: range) -> Score | None:
 
 
 def _bias(bias: Bias | None, batch: range, heads: range) -> Bias | None:
+    """The bias of these batch entries and heads.
+
+    >>> import torch
+    >>> _bias(torch.arange(6.0).reshape(2, 3, 1, 1), range(1, 2), range(0, 2)).flatten()
+    tensor([3., 4.])
+    >>> _bias(torch.arange(3.0).reshape(1, 3, 1, 1), range(1, 2), range(2, 3)).flatten()
+    tensor([2.])
+    """
     part = slice(heads.start, heads.stop)
     if isinstance(bias, ALiBi):
         return ALiBi(bias.slopes[part])

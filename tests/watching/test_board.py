@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise.core.observation import STATISTICS, Observation
@@ -131,3 +134,16 @@ def test_the_operator_follows_the_rules_of_operators() -> None:
     values = [seen.values["entropy"], None]
     given = (board.now, board.places[:1], values, seen.highest, None, None, [1], [0])
     torch.library.opcheck(torch.ops.headwise.record.default, given)
+
+
+def test_figures_are_recorded_where_a_mode_counts_operations() -> None:
+    torch.manual_seed(0)
+    model, x = hw.nn.MultiHeadAttention(16, heads=2), torch.randn(2, 9, 16)
+    found = []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        with torch.no_grad(), hw.watch(model) as seen, mode:
+            model(x, mask=hw.mask.causal())
+        found.append(list(seen.heads()))
+    for plain, counted in zip(*found, strict=True):
+        assert dict(counted) == pytest.approx(dict(plain))
+    assert all(row["entropy_mean"] > 0 for row in found[1])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.watching import Story, WatchedRun, open_run
+from headwise.watching import Alarm, Story, WatchedRun, open_run
 from headwise.watching.rules import LogitGrowth
-from headwise.watching.runs.story import turning
+from headwise.watching.runs.story import finding, turning
 
 
 @pytest.fixture
@@ -68,3 +68,10 @@ def test_a_loss_that_only_falls_does_not_turn() -> None:
     assert turning(range(3), [float("nan")] * 3) is None
     assert turning(range(5), [4.0, 1.0, float("nan"), 5.0, 5.0]) == 2
     assert turning(range(4), [5.0, 1.0, 1.5, 1.5]) is None  # little, of what it has fallen
+
+
+def test_without_figures_a_finding_is_what_the_alarm_says() -> None:
+    alarm = Alarm(3, "dead head", 0, 1, "it gives next to nothing")
+    assert finding("dead head", [alarm], [], None) == "it gives next to nothing"
+    assert finding("dead head", [], [], None) == ""
+    assert "NaN" in finding("logit growth", [alarm], [float("nan")], 100.0)

@@ -265,6 +265,11 @@ def _tile(
 
 
 def _where(device: torch.device | str | None) -> torch.device:
+    """The device that is meant; transformers may leave it out.
+
+    >>> _where(None), _where("meta")
+    (device(type='cpu'), device(type='meta'))
+    """
     return torch.device("cpu" if device is None else device)
 
 
