@@ -1,8 +1,8 @@
 """The functions that models call while they are traced: attention, its masks, and experts.
 
-transformers lets a function stand in for each; PyTorch's and headwise's own attention are replaced
-for the time of a trace. These compute nothing, and count the kernel that would run on the chosen
-device, under the mask that the model would use.
+transformers lets a function stand in for each; calls of PyTorch's and headwise's own attention are
+heard while a model is traced. These compute nothing, and count the kernel that would run on the
+chosen device, under the mask that the model would use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -36,7 +35,8 @@ from headwise.score import Dot, Score, rewrite
 NAME = "headwise_cost"
 ANSWERED = 1 << 26  # pairs that an unknown rule is asked about at most
 
-SDPA = F.scaled_dot_product_attention
+SDPA = torch._C._nn.scaled_dot_product_attention
+"""What every name of it ends in."""
 
 _recorders: list[Recorder] = []
 _alone = threading.RLock()  # one trace at a time
@@ -60,12 +60,10 @@ def counting(recorder: Recorder) -> Iterator[None]:
     """Count for this recorder, inside an outer one's block for it alone."""
     with _alone:
         _recorders.append(recorder)
-        before = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = sdpa
         try:
-            yield
+            with AttentionCalls():
+                yield
         finally:
-            F.scaled_dot_product_attention = before
             _recorders.pop()
 
 
@@ -159,12 +157,9 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """PyTorch's attention of q (…, N, E) over k and v.
-
-    Code that found this function during a trace may keep it and call it later.
-    """
-    recorder = _recorders[-1] if query.is_meta and _recorders else None
-    if recorder is None or recorder.quiet or query.ndim not in (3, 4):
+    """PyTorch's attention of q (…, N, E) over k and v."""
+    recorder = _recorders[-1]
+    if not query.is_meta or recorder.quiet or query.ndim not in (3, 4):
         return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                     enable_gqa=enable_gqa)  # fmt: skip
     found: Mask | None = None
@@ -189,13 +184,16 @@ def stepped(
         return SDPA(query, key, *rest, **options)
 
 
-class HeadwiseCalls(TorchFunctionMode):
-    """Hears calls of `hw.attention`, and of PyTorch's function where code imported it by name."""
+class AttentionCalls(TorchFunctionMode):
+    """Hears calls of PyTorch's attention and of `hw.attention`, however code names them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is api.attention and args[0].is_meta and args[0].ndim == 4:
-            return headwise_attention(*args, **(kwargs or {}))
-        return (sdpa if func is SDPA else func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is api.attention:
+            q = args[0] if args else kwargs["q"]
+            if q.is_meta and q.ndim == 4:
+                return headwise_attention(*args, **kwargs)
+        return (sdpa if func is SDPA else func)(*args, **kwargs)
 
 
 def headwise_attention(
