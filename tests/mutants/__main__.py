@@ -4,8 +4,8 @@
 which lines, draws changes with a seed, and runs for each the tests of its part that run its lines,
 the fastest first, until one fails. It may be interrupted: verdicts are kept. The package is
 copied once (`--fresh` copies it again and forgets the verdicts), the tests at every start;
-`--again` runs the survivors against the tests as they are now. Changes that change nothing are
-named in equivalent.txt, with the reason.
+`--again` runs the survivors against the tests as they are now, and each stays one until it is
+caught. Changes that change nothing are named in equivalent.txt, with the reason.
 """
 
 from __future__ import annotations
@@ -156,10 +156,9 @@ def equivalent() -> dict[tuple[str, ...], str]:
 def report(chosen: list[Change], verdicts: dict[str, Any], seed: int) -> str:
     """Return the score and the survivors in Markdown."""
     same = equivalent()
-    run = [change for change in chosen if change.name in verdicts]
-    alive = [change for change in run if not verdicts[change.name]["caught"]]
-    none = [change for change in alive if change.row in same]
-    left = [change for change in alive if change.row not in same]
+    none = [change for change in chosen if change.row in same]
+    run = [change for change in chosen if change.name in verdicts or change.row in same]
+    left = [c for c in run if c.row not in same and not verdicts[c.name]["caught"]]
     of = len(run) - len(none)
     lines = [
         f"{len(run)} of {len(chosen)} changes drawn with seed {seed} were run: {of - len(left)} of "
@@ -199,11 +198,9 @@ def main() -> int:
     tree = Tree(given.folder.resolve(), given.fresh)
     chosen = drawn(tree.sources, given.seed, given.count)
     verdicts, same = tree.read("verdicts.json"), equivalent()
-    if given.again:
-        verdicts = {name: found for name, found in verdicts.items() if found["caught"]}
     parts = given.part or list(PARTS)
-    left = [c for c in chosen if c.name not in verdicts and c.row not in same]
-    left = [c for c in left if c.part in parts]
+    known = {name for name, found in verdicts.items() if found["caught"] or not given.again}
+    left = [c for c in chosen if c.name not in known and c.row not in same and c.part in parts]
     if left and not given.report:
         sys.path[:] = ["", *(p for p in sys.path if Path(p or ".").resolve() != ROOT)]
         os.environ |= {"CI": "true", "TRITON_INTERPRET": "1"}

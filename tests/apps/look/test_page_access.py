@@ -56,7 +56,6 @@ def run(tmp_path: Path, serve: Callable[..., Served]) -> str:
     return serve(session).url
 
 
-@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed: make page")
 def test_axe_finds_a_button_without_a_name(visit: Visits) -> None:
     page = visit("#/cost")
     expect(page.locator(".pictures figure").first).to_be_visible()
@@ -64,7 +63,6 @@ def test_axe_finds_a_button_without_a_name(visit: Visits) -> None:
     assert [each for each in findings(page) if each.startswith("button-name")]
 
 
-@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed: make page")
 @pytest.mark.parametrize("address", VIEWS)
 def test_nothing_serious_on_a_view(
     visit: Visits, request: pytest.FixtureRequest, address: str
