@@ -320,7 +320,7 @@ def by_pytorch(config: Any, tokens: int, extras: inputs.Extras, step: bool) -> l
 
 @torch.no_grad()
 def ran(model: Any, config: Any, tokens: int, extras: inputs.Extras, step: bool) -> list[int]:
-    """What `by_pytorch` returns, of a model that is there."""
+    """The result of `by_pytorch` for a model that exists already."""
     where = next(model.parameters()).device
     options = {"use_cache": extras.cache} if hasattr(config, "use_cache") else {}
 

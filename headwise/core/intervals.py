@@ -89,7 +89,7 @@ class Mask:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Combined(Mask):
-    """What two masks show together."""
+    """Two masks combined."""
 
     a: Mask
     b: Mask

@@ -196,7 +196,7 @@ def scores(runs: Sequence[Run], name: str = "bleu") -> dict[str, list[float]]:
 
 
 def counted(runs: Sequence[Run]) -> dict[str, list[list[list[int]]]]:
-    """What BLEU counts in each sentence, of all finished runs that kept it, by variant."""
+    """The counts behind BLEU of every sentence, by variant, of finished runs that kept them."""
     found: dict[str, list[list[list[int]]]] = {}
     for run in runs:
         if not run["diverged"] and "statistics" in run:

@@ -355,7 +355,7 @@ def said(training: StackedTraining, data: TranslationData, together: int = 500) 
 def scored(
     texts: Sequence[Sequence[str]], references: Sequence[Sequence[str]]
 ) -> list[SentenceCounts]:
-    """What BLEU counts in the translations of each model; several processes count many."""
+    """The counts behind BLEU for each model's translations; several processes share many."""
     if len(references) < MANY:
         return [sentence_counts(mine, references) for mine in texts]
     with ProcessPoolExecutor(len(texts), mp_context=get_context("spawn")) as processes:

@@ -1,4 +1,4 @@
-"""What a language model loses with few keys per row: the report, and its JSON."""
+"""How much a language model loses with few keys per row: the report and its JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METHODS = {
     "window + sinks": say("the last keys and the first {sinks}, as in StreamingLLM", sinks=SINKS),
     "eviction": say("prompt keys by the attention of its last rows, as in SnapKV; newer keys stay"),
 }
-"""What each method keeps."""
+"""The keys that each method keeps, in words."""
 
 MOST = 20_000_000
 """Bytes of the largest file that is read as a report."""
@@ -58,7 +58,7 @@ class HeadNeeds:
 
 @dataclass(frozen=True)
 class LayerNeeds:
-    """What one layer costs when it alone is sparse."""
+    """The loss that a layer adds if it alone is sparse."""
 
     layer: int
     name: str

@@ -47,7 +47,7 @@ CHOICES: Mapping[str, Sequence[Any]] = {
     "optimiser": ("Adam", "long memory", "decay"),
     "seed": range(1000),
 }
-"""What a setting is drawn from, each choice independently of the others."""
+"""The choices that make a setting, drawn independently of each other."""
 OPTIMISERS: Mapping[str, Mapping[str, Any]] = {
     "Adam": {},
     "long memory": {"betas": (0.9, 0.98)},
@@ -69,8 +69,7 @@ SIDES: Mapping[str, Mapping[str, Any]] = {
     "shared": {"projections": Shared()},
     "additive": {"score": Additive()},
 }
-"""What is trained in every setting: one head with scaled scores and separate matrices, and changes
-to it."""
+"""The models trained in every setting: one scaled head with separate matrices, and variants."""
 CONTRASTS = {
     "scale": ("base", "unscaled"),
     "heads": ("heads", "base"),

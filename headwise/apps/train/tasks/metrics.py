@@ -39,7 +39,7 @@ def bleu(said: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, 
 
 @dataclass(frozen=True)
 class SentenceCounts:
-    """What BLEU counts in each sentence: the lengths said and referred to, and 1- to 4-grams right.
+    """The counts behind BLEU for each sentence: both lengths, and how many 1- to 4-grams match.
 
     `signature` is sacrebleu's.
     """
