@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwise as hw
 from bench import cost_families
 from tests.costs.families import CONFIGS
+from tests.watching.test_diffusion import real as models_of_diffusers
 
 transformers = pytest.importorskip("transformers")
 
@@ -234,3 +235,14 @@ def test_layers_that_run_what_they_are_given_are_not_taken_for_equal() -> None:
     traced = hw.cost(model, inputs=ids, dtype="fp32", device="cpu")
     figures = ("params", "flops", "backward_flops", "activations")
     assert [getattr(traced, x) for x in figures] == [getattr(read, x) for x in figures]
+
+
+@pytest.mark.filterwarnings("ignore")  # of diffusers, as it is imported
+def test_models_of_diffusers_are_counted_as_pytorch_counts_them() -> None:
+    pytest.importorskip("diffusers")
+    for name, (model, given) in models_of_diffusers().items():
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model.eval()(**given)
+        found = hw.cost(model, inputs=given)
+        assert found.params == sum(x.numel() for x in model.parameters()), name
+        assert found.flops_dense == counter.get_total_flops(), name
