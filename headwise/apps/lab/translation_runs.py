@@ -88,7 +88,7 @@ def corpus(form: str, device: torch.device, folder: Path | None = None) -> Trans
     parts = replace(parts, train=parts.train[: lab.pick(tiny=200, quick=20_000, full=178_009)])
     lengths = lab.pick(tiny=(64,), quick=(8, 12, 16, 20), full=(8, 12, 16, 24))
     tokeniser = subwords(parts, vocabulary(lab), form, folder)
-    test = few(parts, lab.pick(tiny=4, quick=300, full=2000))
+    test = few(parts, lab.pick(tiny=4, quick=1000, full=2000))
     references = by_sentence(test)
 
     def ready(pairs: list[Pair]) -> tuple[Padded, ...]:
@@ -139,7 +139,7 @@ def recipe(lab: Lab, share: float = 1.0) -> Recipe:
         steps=steps,
         warmup=steps // 8,
         label_smoothing=0.1,
-        evaluate_every=max(1, steps // 8),
+        evaluate_every=max(1, steps // lab.pick(tiny=8, quick=4, full=8)),
     )
 
 
@@ -256,7 +256,7 @@ def translated(lab: Lab, variant: str) -> list[dict[str, Any]]:
 def seeds_of(lab: Lab, variant: str) -> int:
     """The trainings of a variant, side by side."""
     few = variant.startswith(TWIN) and lab.form == "full"
-    return TWINS if few else lab.pick("seeds", tiny=1, quick=3, full=5)
+    return TWINS if few else lab.pick("seeds", tiny=1, quick=4, full=5)
 
 
 def train(lab: Lab, folder: Path | None, variant: str, seeds: int) -> dict[str, Any]:
