@@ -11,7 +11,6 @@ from headwise.core.intervals import Mask
 from headwise.core.patterns import Causal
 from headwise.core.place import Place
 from headwise.core.problem import Problem
-from headwise.costs.caching import count_cache, token_bytes
 from headwise.costs.formula import Formula, formula, size
 from headwise.costs.kernel import AttentionShape, Kernel, MatmulShape
 from headwise.costs.layers import AttentionLayer
@@ -19,7 +18,7 @@ from headwise.costs.letters import Letters, Tokens
 from headwise.costs.projecting import Projected, project, project_out
 from headwise.costs.tape import Flow, Tape
 from headwise.costs.visible import Pairs, closed_form, count_pairs
-from headwise.costs.workload import Workload
+from headwise.costs.workload import CacheLayout, Workload
 from headwise.engines.sdpa import SMALL
 from headwise.messages import Sentence, say
 
@@ -299,3 +298,29 @@ def count_pair_flops(
     if (n.a * n.d).value == n.h.value and n.v == n.d and not additive:
         whole = 4 * tokens.b * count * n.h
     tape.flops("scores and values", whole, note)
+
+
+def count_cache(tape: Tape, layer: AttentionLayer, tokens: Tokens) -> None:
+    """Count the cached keys and values of a layer, if it is one that decodes."""
+    if not layer.caches:
+        return
+    layout, ranks = tape.work.cache, tape.work.ranks
+    length = tokens.keys if layer.window is None else min(tokens.keys, layer.window)
+    length = -(-length // ranks.cp)
+    room = layout.room(length)
+    t = tokens.t if room == tokens.keys else size("w" if room == layer.window else "n", room)
+    tape.cached("keys and values", tokens.b * t * token_bytes(layer, layout))
+    if layout.page is not None:
+        tape.cached("page table", tokens.b * layout.table(length))
+
+
+def token_bytes(layer: AttentionLayer, layout: CacheLayout) -> Formula:
+    """The bytes that a layer caches per token."""
+    g = size("a" if layer.kv_heads == layer.heads else "g", layer.kv_heads)
+    d, v = size("d", layer.head_dim), size("v", layer.value_dim)
+    if layout.scale_bits:
+        return g * (layout.vector(layer.head_dim) + layout.vector(layer.value_dim))
+    if layer.value_dim != layer.head_dim:
+        return g * (d + v) * layout.vector(1)
+    whole = layer.kv_heads * layer.head_dim == layer.width
+    return 2 * layout.vector(1) * (size("h", layer.width) if whole else g * d)

@@ -13,7 +13,7 @@ import torch
 
 from bench import cost
 from bench.pairs import RESULTS
-from headwise.costs.machines import measure, trials
+from headwise.costs.machines import measure
 from headwise.costs.machines.clock import Clock
 from headwise.costs.machines.hardware import DEVICES, Device
 from headwise.costs.machines.speeds import speeds_from
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 SMALL = [cost.Cell(32, 2, 2, 1, 48, True), cost.Cell(32, 2, 1, 2, 40, True, decode=True)]
 
 
-def calibrated(sizes: trials.TrialSizes) -> set[tuple[int, int]]:
+def calibrated(sizes: measure.TrialSizes) -> set[tuple[int, int]]:
     """Queries and keys of the attention calls that a calibration times."""
     keys = [sizes.cache // (measure.DECODING * width * sizes.sequences) for width in sizes.widths]
     few = {(1, count // part) for count in keys for part in (1, 2)}
@@ -31,7 +31,7 @@ def calibrated(sizes: trials.TrialSizes) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_no_cell_has_a_shape_that_was_calibrated(cuda: bool) -> None:
-    sizes = trials.CUDA if cuda else trials.CPU
+    sizes = measure.CUDA if cuda else measure.CPU
     grid = list(cost.cells(cuda))
     tested = {(1 if cell.decode else cell.length, cell.length) for cell in grid}
     assert len(set(grid)) == len(grid) > 25
@@ -91,7 +91,7 @@ def test_a_gpu_serves_the_cells_by_the_engines_that_are_modelled() -> None:
 def test_a_gpu_computes_an_exponential_faster_than_it_moves_one() -> None:
     clock = Clock(torch.device("cuda"), 3, 0.01)
     special, _ = measure.measure_special(clock)
-    assert special < 4 / measure.measure_bandwidth(clock, trials.CUDA)
+    assert special < 4 / measure.measure_bandwidth(clock, measure.CUDA)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -6,10 +6,9 @@ from functools import cache
 import pytest
 
 import headwise as hw
-from headwise.costs.cost import Cost
+from headwise.costs.cost import Cost, kernel_seconds, seconds
 from headwise.costs.kernel import AttentionShape, Kernel, MatmulShape
 from headwise.costs.machines.hardware import DEVICES, Device, device
-from headwise.costs.timing import kernel_seconds, seconds
 from headwise.models import GPTConfig
 
 GPT = GPTConfig(vocabulary=1000, d_model=512, layers=4, heads=8, feed_forward=hw.nn.SwiGLU(1408))

@@ -22,7 +22,7 @@ from rich.console import Console
 from headwise import devices
 from headwise.apps.interface.pictures import check
 from headwise.apps.interface.terminal import bar, shown_in
-from headwise.apps.look import pictures, reasons_view, terminal_view
+from headwise.apps.look import pictures, terminal_view
 from headwise.apps.look import session as sessions
 from headwise.apps.look.atlas import Atlas
 from headwise.apps.look.fit import remarks
@@ -30,7 +30,7 @@ from headwise.apps.look.pages import PAGES
 from headwise.apps.look.places import check_place
 from headwise.apps.look.readers import opening
 from headwise.apps.look.readers.reader import SAMPLE_TEXT, Given, Illustrated, Reader, silent
-from headwise.apps.look.serving import page_file, run_file, view_file
+from headwise.apps.look.serving import page_file, view_file
 from headwise.apps.look.session import Session
 from headwise.apps.look.show import displayed
 from headwise.apps.look.sparsity import page as sparsity
@@ -186,11 +186,11 @@ def explain(asked: Asked, token: str, as_json: bool) -> None:
     what = sessions.given(reader, asked.input)
     if what is SAMPLE_TEXT:
         what = terminal_view.SENTENCE
-    told = reasons_view.explained(reader.read(what, silent), token)
+    told = terminal_view.explained(reader.read(what, silent), token)
     if as_json:
-        print(json.dumps(told.to_dict(reasons_view.LISTED), indent=2, ensure_ascii=False))
+        print(json.dumps(told.to_dict(terminal_view.LISTED), indent=2, ensure_ascii=False))
     else:
-        reasons_view.show(Console(), told)
+        terminal_view.show_reasons(Console(), told)
 
 
 def draw(asked: Asked, every: bool, as_json: bool) -> None:
@@ -222,7 +222,7 @@ def write(
         return
     run = opening.watched(asked.model)
     if out is not None and run is not None and not holds_trained_model(Path(asked.model)):
-        print(f"{out}: {run_file.write(run.folder, out, beside, limit) / 1e6:.1f} MB")
+        print(f"{out}: {view_file.write_run(run.folder, out, beside, limit) / 1e6:.1f} MB")
         return
     with bar() as progress:
         session = Session(sample=asked.input is None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +23,35 @@ from headwise.costs.layers import (
     Step,
     SubLayer,
 )
-from headwise.costs.readers.attention_modules import read_attention
-from headwise.costs.readers.depth import check_depth
+from headwise.costs.readers.attention_modules import read_attention, read_norm
 from headwise.costs.readers.modules import read_block, read_decoder_layer, uncached
-from headwise.costs.readers.simple_modules import read_norm
 from headwise.messages import say
 from headwise.models.config import Config
 from headwise.nn.block import Residual
 from headwise.nn.positions import LearnedPosition
+
+DEPTHS = (
+    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
+    "num_decoder_layers", "layers",
+)  # fmt: skip
+MOST_LAYERS = 1_000
+
+
+def check_depth(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for more layers than can be described one by one."""
+    for name in DEPTHS:
+        layers = given.get(name)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise ValueError(
+                say("{kind!r} has {layers:,} layers; at most {most:,} are counted",
+                    kind=str(given.get("model_type", "?")), layers=layers, most=MOST_LAYERS)
+            )  # fmt: skip
+        if isinstance(layers, int) and layers < 0:
+            raise ValueError(
+                say("{kind!r} has {name}={value!r}; it must be a positive integer",
+                    kind=str(given.get("model_type", "?")), name=name, value=layers)
+            )  # fmt: skip
+
 
 BUILT: dict[type[Config], Callable[[Any], nn.Module]] = {
     models.GPTConfig: models.GPT,

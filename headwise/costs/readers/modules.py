@@ -22,8 +22,13 @@ from headwise.costs.layers import (
     Step,
     SubLayer,
 )
-from headwise.costs.readers.attention_modules import ATTENTION, read_attention
-from headwise.costs.readers.simple_modules import ACTIVATIONS, read_feed_forward, read_norm
+from headwise.costs.readers.attention_modules import (
+    ACTIVATIONS,
+    ATTENTION,
+    read_attention,
+    read_feed_forward,
+    read_norm,
+)
 from headwise.models.transformer import DecoderLayer
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.block import Block, PreNorm, Residual

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
@@ -14,18 +15,107 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from headwise.costs.cost import Cost
 from headwise.costs.letters import Tokens
+from headwise.costs.tally import CountedPart
 from headwise.costs.tape import Tape
 from headwise.costs.tracing import inputs, kernels
 from headwise.costs.tracing.building import weights_of
-from headwise.costs.tracing.caches import cache_of, count_cache
+from headwise.costs.tracing.inputs import cache_of, count_cache
 from headwise.costs.tracing.layers import LayerList, RunsAgainError, Structure, structure_of
 from headwise.costs.tracing.naming import SizeNames, field_of, text_config, widths_of
-from headwise.costs.tracing.part_tree import PartTree
 from headwise.costs.tracing.recorder import Recorder, storage_id
 from headwise.costs.tracing.sharding import sharded
 from headwise.costs.walk import DEFAULT_LENGTH
 from headwise.costs.workload import Workload, share
 from headwise.messages import Sentence, say
+
+ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+class PartTree:
+    """Parts by the path of their module, made when they are first needed."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], root: CountedPart) -> None:
+        self.modules, self.parts = modules, {"": root}
+
+    def at(self, path: str) -> CountedPart:
+        """The part of a module."""
+        if path not in self.parts:
+            made = self.parts[path] = CountedPart(path.rpartition(".")[2], 1)
+            above = path.rpartition(".")[0]
+            if isinstance(self.modules.get(above), nn.ModuleList):
+                made.name = f"{above.rpartition('.')[2]}.{made.name}"
+                above = above.rpartition(".")[0]
+            self.at(above).children.append(made)
+        return self.parts[path]
+
+    def above(self, part: CountedPart) -> CountedPart:
+        """The part around a part."""
+        return next(each for each in self.parts.values() if any(x is part for x in each.children))
+
+    def name_lists(self) -> None:
+        """Call the only kind of a list's layers by the name of the list."""
+        lists: dict[str, list[CountedPart]] = {}
+        for path, part in self.parts.items():
+            above = path.rpartition(".")[0]
+            if isinstance(self.modules.get(above), nn.ModuleList):
+                lists.setdefault(above, []).append(part)
+        for path, parts in lists.items():
+            if len(parts) == 1:
+                parts[0].name = path.rpartition(".")[2]
+
+    def count_weights(
+        self,
+        tape: Tape,
+        names: SizeNames,
+        repeats: set[str],
+        used: Mapping[int, Fraction],
+        config: Any,
+    ) -> None:
+        """Count parameters where they are first held; those of repeated layers with the first."""
+        held: set[int] = set()
+        usual = share_of_experts(config)
+        for path, module in self.modules.items():
+            repeated = _inside(path, repeats)
+            for name, weight in module.named_parameters(recurse=False):
+                if id(weight) in held:
+                    continue
+                held.add(id(weight))
+                if repeated:
+                    continue
+                share = usual if ".experts" in path and "shared" not in path else Fraction(1)
+                with tape.inside(self.at(path)):
+                    tape.weight(name, *names.weight(weight.shape), used=used.get(id(weight), share))
+
+    def idle(self, touched: set[int], repeats: set[str]) -> list[str]:
+        """Outermost modules, all of whose parameters no operation has read."""
+        found: list[str] = []
+        for path, module in self.modules.items():
+            if _inside(path, repeats) or any(path.startswith(f"{each}.") for each in found):
+                continue
+            weights = list(module.parameters())
+            if path and weights and not any(storage_id(each) in touched for each in weights):
+                found.append(path)
+        return found
+
+
+def share_of_experts(config: Any) -> Fraction:
+    """The share of the experts that a token uses, as the configuration has it."""
+    text = text_config(config)
+
+    def first(names: tuple[str, ...]) -> int:
+        return next((found for name in names if (found := field_of(text, name))), 0)
+
+    active, experts = first(ACTIVE), first(EXPERTS)
+    return Fraction(min(active, experts), experts) if active and experts else Fraction(1)
+
+
+def _inside(path: str, repeats: set[str]) -> bool:
+    """True for a repeated layer and everything in it."""
+    while path and path not in repeats:
+        path = path.rpartition(".")[0]
+    return bool(path)
+
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
           "fp16": torch.float16}  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from headwise.apps.look.serving import run_file
+from headwise.apps.look.serving import view_file
 from headwise.apps.look.session import Progress, Session
 from headwise.apps.look.watched_folder import WatchedFolder
 from tests.apps.look.conftest import Served, Visits
@@ -126,7 +126,7 @@ def test_a_run_is_told_by_a_file_of_its_own(
     training.sharpen(layer=0, head=1)
     training.go_on(2)
     file = tmp_path / "run.html"
-    assert run_file.write(training.writer.folder, file) == file.stat().st_size
+    assert view_file.write_run(training.writer.folder, file) == file.stat().st_size
     page = visit(f"{file.as_uri()}#/watch", offline=True)
     expect(page.get_by_role("heading", name="first-try")).to_be_visible()
     expect(page.locator("[data-headline]")).to_contain_text("logit growth")

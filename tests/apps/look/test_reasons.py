@@ -7,9 +7,9 @@ from headwise import Edge
 from headwise.apps.look.readers.opening import opened
 from headwise.apps.look.readers.reader import silent
 from headwise.apps.look.reasons import Reasons, hidden
-from headwise.apps.look.reasons_view import explained
 from headwise.apps.look.scene import Input
 from headwise.apps.look.serving.answers import answer
+from headwise.apps.look.terminal_view import explained
 from headwise.watching import knock_out, runner_up
 from tests.apps.look.sessions import session_on
 

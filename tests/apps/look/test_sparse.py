@@ -22,7 +22,7 @@ from headwise.apps.look.readers import opening
 from headwise.apps.look.readers.reader import SAMPLE_TEXT
 from headwise.apps.look.session import Progress, Session
 from headwise.apps.look.sparse_report import METHODS, Point, SparseReport
-from headwise.apps.look.sparsity import view
+from headwise.apps.look.sparsity import command as view
 from headwise.apps.look.sparsity.survey import cheapest
 from tests.apps.look.conftest import Served, Visits
 from tests.apps.look.test_page_access import findings

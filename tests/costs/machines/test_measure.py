@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.costs.machines import measure, this_machine, trials
+from headwise.costs.machines import measure, this_machine
 from headwise.costs.machines.hardware import Device
 
 CPU = torch.device("cpu")
 SMALL = replace(
-    trials.CPU,
+    measure.CPU,
     square=64,
     products=((48, 64, 32), (1, 256, 256)),
     tokens=128,
