@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import itertools
-import random
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 
 OPERATORS = {
@@ -229,8 +230,19 @@ def changes(file: str, source: str) -> dict[str, Change]:
 
 
 def drawn(sources: dict[str, str], seed: int, count: int) -> list[Change]:
-    """Draw changes of files that still compile."""
+    """Draw changes of files that still compile.
+
+    The order is by a hash of the line and the change, so that a draw stays what it was where
+    other lines change or move.
+    """
     every = [x for file, source in sources.items() for x in changes(file, source).values()]
-    random.Random(seed).shuffle(every)
-    compiled = (x for x in every if x.compiles(sources[x.file]))
+    alike: Counter[tuple[str, ...]] = Counter()
+    order = []
+    for change in every:
+        said = change.row[1:]
+        alike[said] += 1
+        told = "\0".join((str(seed), *said, str(alike[said])))
+        order.append((hashlib.sha256(told.encode()).digest(), change))
+    order.sort(key=lambda pair: pair[0])
+    compiled = (x for _, x in order if x.compiles(sources[x.file]))
     return list(itertools.islice(compiled, count))
