@@ -15,16 +15,21 @@ from torch import Tensor
 import headwise as hw
 from headwise.core.options import Options
 from headwise.core.problem import pose
+from headwise.core.row_sums import LOG_TOTAL, ROW_SUMS
 from headwise.engines.triton.hopper import HOPPER
+from tests.engines import gluon_on_cpu
 from tests.engines import test_agreement as agreement
 from tests.engines import test_triton as kernels
 from tests.problems import Call, Recipe, every_pair
 
 pytest.importorskip("triton", reason="the engine's kernel is written in Gluon, a part of Triton")
 
-from headwise.engines.triton.host import attention_call
+from headwise.engines.triton.host import attention_call, hopper_call
+from headwise.engines.triton.host.launches import Launches
 from headwise.engines.triton.kernels.hopper_softmax import numbers_of_cap
 
+FLAGS_OF_SUMS = [each.flag for each in ROW_SUMS.values()]
+OWN_SUMS = ("lse", "max_logit", *ROW_SUMS)
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HERE, reason="its kernel runs on Hopper GPUs only")
 
@@ -106,6 +111,36 @@ def test_the_numbers_of_a_cap_give_tanh_by_both_formulas(ratio: float) -> None:
     assert (polynomial - torch.tanh(ratio * x)).abs().max() < 2.5e-7
     x *= 100
     assert (1 - 2 / (1 + torch.exp2(factor * x)) - torch.tanh(ratio * x)).abs().max() < 1e-12
+
+
+EMULATED = {
+    "none": (None, 200, 300, {}),
+    "causal": (hw.mask.causal(), 300, 300, {}),
+    "first rows see nothing": (hw.mask.causal(offset=-60), 200, 140, {}),
+    "window": (hw.mask.causal() & hw.mask.window(70), 300, 300, {"sinks": torch.randn(4)}),
+    "both sides": (hw.mask.window(50, 40), 260, 260, {"softcap": 2.0}),
+}
+
+
+@pytest.mark.parametrize("case", EMULATED)
+@pytest.mark.parametrize("keys", [32, 128])  # of a tile
+def test_its_kernel_computes_on_a_cpu_what_the_reference_does(
+    case: str, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask, n, m, options = EMULATED[case]
+    monkeypatch.setitem(hopper_call.TILES, 32, hopper_call.HopperTile(keys, 2))
+    monkeypatch.setattr(hopper_call, "multiprocessors", lambda device: 3)
+    q, k, v = (torch.randn(1, heads, x, 24).half() for heads, x in ((4, n), (2, m), (2, m)))
+    problem = pose("attention", q, k, v, Options(mask=mask, **options))
+    with gluon_on_cpu.emulated(seed=keys):
+        found = hopper_call.run_hopper_forward(
+            Launches(), q, k, v, problem.terms(banded=True), LOG_TOTAL | sum(FLAGS_OF_SUMS)
+        )
+    wide = (x.double() for x in (q, k, v))
+    out, seen = hw.observe(*wide, mask=mask, **options, stats=OWN_SUMS, engine="reference")
+    kernels.compare({"out": found.out}, {"out": out}, 4e-3)
+    own = {name: getattr(found, name) for name in OWN_SUMS}
+    kernels.compare(own, seen.values, 1e-4)
 
 
 @pytest.mark.gpu
