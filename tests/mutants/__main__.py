@@ -3,9 +3,10 @@
 `python -m tests.mutants` copies the package and its tests into build/mutants, notes which tests run
 which lines, draws changes with a seed, and runs for each the tests of its part that run its lines,
 the fastest first, until one fails. It may be interrupted: verdicts are kept. The package is
-copied once (`--fresh` copies it again and forgets the verdicts), the tests at every start;
-`--again` runs the survivors against the tests as they are now, and each stays one until it is
-caught. Changes that change nothing are named in equivalent.txt, with the reason.
+copied once, the tests at every start. `--again` runs the survivors against the files of tests that
+are new or have changed; each stays a survivor until it is caught. `--fresh` copies the package
+again and forgets the verdicts, but for which test caught what: it runs that one first. Changes
+that change nothing are named in equivalent.txt, with the reason.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import importlib
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -33,6 +35,8 @@ from tests.mutants.tree import PARTS, ROOT, Job, Tree, forked, spread
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 PAGE = ROOT / "docs" / "testing.md"
 BEGIN, END = "<!-- make test-mutants -->", "<!-- the end of make test-mutants -->"
+FEW = 40
+"""So many tests are run against every change before all others are loaded for the survivors."""
 ONLY = ("-m", "not slow and not gpu", "-q", "-p", "no:cacheprovider", "--assert=plain")
 
 
@@ -72,7 +76,12 @@ class Suite:
         self.files = {part: tree.tests_of(part) for part in parts}
         self.tests: dict[str, dict[str, Any]] = {}
         known = tree.read("tests.json")
-        every = {file: stamp for files in self.files.values() for file, stamp in files.items()}
+        self.stamps = every = {k: v for files in self.files.values() for k, v in files.items()}
+        self.likely = {
+            anywhere(name): found["caught"][0]
+            for name, found in tree.read("before.json").items()
+            if found["caught"]
+        }
         new = [file for file in every if known.get(file, {}).get("stamp") != every[file]]
         jobs = (Job(file, lambda _, file=file: traced(tree, file), 900) for file in new)
         for i, (job, _, found) in enumerate(spread(jobs, tree.folder, workers), 1):
@@ -98,16 +107,28 @@ class Suite:
         test = self.tests[name]
         return not test["ranks"], round(math.log(test["seconds"] + 0.05, 3)), test["file"]
 
-    def that_run(self, change: Change) -> list[str]:
-        """Return the tests of a change's part, or else of any part, that run its lines."""
+    def that_run(self, change: Change, before: dict[str, Any]) -> list[list[str]]:
+        """Return the tests of a change's part, or else of any part, that run its lines.
+
+        First the one that is known to catch it, then a few fast ones, then the others. If the
+        change has survived before, the tests of files that are as they were are left out.
+        """
         first, end = self.range[change.file]
         if change.lines is not None:
             first, end = first + change.lines[0], first + change.lines[1] + 1
         lines, files = ((1 << (end - first)) - 1) << first, self.files[change.part]
 
         ran = [name for name, test in self.tests.items() if test["lines"] & lines]
-        own = [name for name in ran if self.tests[name]["file"] in files]
-        return sorted(own or ran, key=self.rank)
+        own = [name for name in ran if self.file(name) in files]
+        known = before.get("survived", {})
+        new = [x for x in own or ran if known.get(self.file(x)) != self.stamps[self.file(x)]]
+        likely = self.likely.get(anywhere(change.name))
+        rest = sorted((name for name in new if name != likely), key=self.rank)
+        return [[name for name in new if name == likely], rest[:FEW], rest[FEW:]]
+
+    def file(self, name: str) -> str:
+        """Return the file of a test."""
+        return str(self.tests[name]["file"])
 
     def seconds(self, order: list[str]) -> float:
         """Return how long tests may take, which a change can make slow."""
@@ -124,27 +145,39 @@ class Suite:
             del verdicts[name]
         say(f"{len(order)} tests caught changes; {unsteady} fail without a change")
 
-    def verdicts(self, changes: list[Change]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Run the tests against each change, several changes at once."""
-        orders = {change.name: self.that_run(change) for change in changes}
+    def asked(self, orders: dict[Change, list[str]]) -> Iterator[tuple[Change, list[str]]]:
+        """Run tests against each change, several changes at once, and yield those that fail."""
 
         def work(change: Change, slot: int) -> list[str]:
             moved(self.copies[slot])
             Path(change.file).write_text(change.applied(self.tree.sources[change.file]))
-            return failing(orders[change.name], "-x")
+            return failing(orders[change], "-x")
 
-        files = {change.name: change.file for change in changes}
+        changes = {change.name: change for change, order in orders.items() if order}
         jobs = (
-            Job(change.name, partial(work, change), self.seconds(orders[change.name]))
-            for change in changes
-            if orders[change.name]
+            Job(name, partial(work, change), self.seconds(orders[change]))
+            for name, change in changes.items()
         )
         for job, slot, caught in spread(jobs, self.tree.folder, self.workers):
-            file = files[job.name]
-            shutil.copy2(self.tree.root / file, self.copies[slot] / file)
-            yield job.name, {"caught": caught, "tests": len(orders[job.name])}
-        for name in (name for name, order in orders.items() if not order):
-            yield name, {"caught": [], "tests": 0}
+            change = changes[job.name]
+            shutil.copy2(self.tree.root / change.file, self.copies[slot] / change.file)
+            yield change, caught
+        yield from ((change, []) for change, order in orders.items() if not order)
+
+    def verdicts(self, changes: list[Change], known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Run the likely tests against each change, and all others against those that survive."""
+        before = {change: known.get(change.name, {}) for change in changes}
+        orders = {change: self.that_run(change, before[change]) for change in changes}
+        left = list(changes)
+        for stage in range(3):
+            going, left = left, []
+            for change, caught in self.asked({x: orders[x][stage] for x in going}):
+                if not caught and any(orders[change][stage + 1 :]):
+                    left.append(change)
+                    continue
+                ran = {self.file(x) for order in orders[change] for x in order}
+                survived = before[change].get("survived", {}) | {x: self.stamps[x] for x in ran}
+                yield change.name, {"caught": caught, "survived": {} if caught else survived}
 
 
 def equivalent() -> dict[tuple[str, ...], str]:
@@ -172,6 +205,11 @@ def report(chosen: list[Change], verdicts: dict[str, Any], seed: int) -> str:
     if left:
         lines += ["", "Survivors:", "", *(f"- `{change.name}`" for change in left)]
     return "\n".join(lines)
+
+
+def anywhere(name: str) -> str:
+    """Return the name of a change without its place in the file."""
+    return re.sub(r":[0-9]+:[0-9]+ ", " ", name, count=1)
 
 
 def say(line: str) -> None:
@@ -213,10 +251,10 @@ def main() -> int:
         suite = Suite(tree, parts, given.workers)
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        for i, (name, found) in enumerate(suite.verdicts(left), 1):
+        for i, (name, found) in enumerate(suite.verdicts(left, verdicts), 1):
             verdicts[name] = found
             tree.write("verdicts.json", verdicts)
-            told = found["caught"] or f"SURVIVES {found['tests']} tests"
+            told = found["caught"] or f"SURVIVES the tests of {len(found['survived'])} files"
             say(f"{i}/{len(left)} {name}: {told}")
         suite.forget_unsteady(verdicts)
         tree.write("verdicts.json", verdicts)

@@ -43,7 +43,10 @@ class Tree:
     def __init__(self, folder: Path, fresh: bool) -> None:
         self.folder, self.root = folder, folder / "tree"
         if fresh:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self.root, ignore_errors=True)
+            (folder / "tests.json").unlink(missing_ok=True)
+            if (verdicts := folder / "verdicts.json").exists():
+                verdicts.replace(folder / "before.json")
         first = not self.root.exists()
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
         told = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
