@@ -46,19 +46,17 @@ class Meter:
         yield
         self.since += time.perf_counter() - begun
 
-    def check(self, saved: int) -> float:
-        """Return the summed loss; DivergedError if not finite: such a state must not be saved."""
-        loss = float(self.ranks.mean(self.loss))
+    def read(self, saved: int) -> dict[str, float]:
+        """Means since the last reading; the next reading starts here.
+
+        DivergedError if the loss is not finite: such a state must not be saved.
+        """
+        loss, norm = float(self.ranks.mean(self.loss)) / self.steps, float(self.norm)
         if not math.isfinite(loss):
             raise DivergedError(
                 "the loss is no longer finite; try a lower learning rate or a longer warm-up "
                 f"(the last checkpoint, of step {saved}, is untouched)"
             )
-        return loss
-
-    def read(self, saved: int) -> dict[str, float]:
-        """Means since the last reading; the next reading starts here."""
-        loss, norm = self.check(saved) / self.steps, float(self.norm)
         now = time.perf_counter()
         seconds = now - self.since
         found = {"loss": loss, "gradient_norm": norm}

@@ -125,13 +125,13 @@ class Trainer(Generic[Batch]):
             done = step + 1
             last = done == self.recipe.steps
             stopping = bool(self.ranks.largest(int(self.should_stop())))
-            if done % self.recipe.log_every == 0 or last or stopping:
+            saving = done % self.recipe.checkpoint_every == 0 or last or stopping
+            if done % self.recipe.log_every == 0 or saving:  # a resumed run averages as many steps
                 self.record(done, {**meter.read(saved), "rate": self.recipe.rate(step)})
             if done % self.recipe.evaluate_every == 0 or last:
                 with meter.away():
                     self.record(done, self.evaluated(model))
-            if done % self.recipe.checkpoint_every == 0 or last or stopping:
-                meter.check(saved)
+            if saving:
                 with meter.away():
                     heads.flush()  # first: a resumed run repeats no step before its checkpoint
                     self.save(model, optimizer, done)

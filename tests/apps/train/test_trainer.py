@@ -94,8 +94,12 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path: Path, stop: 
     assert without_speed(tmp_path / "parts")[-1] == last
 
 
-def test_a_crash_between_checkpoints_loses_only_what_followed_the_last(tmp_path: Path) -> None:
-    trainer(tmp_path / "whole").train()
+@pytest.mark.parametrize("log_every", [2, 3])  # 3: a checkpoint is between two lines of the log
+def test_a_crash_between_checkpoints_loses_only_what_followed_the_last(
+    tmp_path: Path, log_every: int
+) -> None:
+    recipe = replace(RECIPE, log_every=log_every)
+    trainer(tmp_path / "whole", recipe).train()
 
     class CrashError(Exception):
         pass
@@ -105,9 +109,9 @@ def test_a_crash_between_checkpoints_loses_only_what_followed_the_last(tmp_path:
             raise CrashError
 
     with pytest.raises(CrashError):
-        trainer(tmp_path / "parts", report=crash).train()
+        trainer(tmp_path / "parts", recipe, report=crash).train()
     assert checkpoints.load(tmp_path / "parts/last.safetensors")[1]["step"] == 8
-    trainer(tmp_path / "parts").train()
+    trainer(tmp_path / "parts", recipe).train()
     assert same(state(tmp_path / "whole"), state(tmp_path / "parts"))
     assert without_speed(tmp_path / "whole") == without_speed(tmp_path / "parts")
 
