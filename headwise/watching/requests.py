@@ -15,10 +15,7 @@ from headwise.watching.table import Table
 
 
 class Request(Recording):
-    """One request: what its rows did and what its keys received, as if it had run alone.
-
-    Layers with a sliding window, whose keys are overwritten, are left out.
-    """
+    """One request: what its rows did and what its keys received, as if it had run alone."""
 
     def __init__(self, held: HeldRequest, layers: list[WatchedLayer]) -> None:
         self.id, self.series, self.alarms = held.id, [], []
@@ -39,8 +36,8 @@ class Request(Recording):
         return [self._layer(layer) for layer in self._of]
 
     def _layer(self, seen: WatchedLayer) -> WatchedLayer:
-        held, stats = self._held.layers[seen.name], self._held.stats
-        figures = held.figures[: self._length].permute(1, 2, 0)[:, None]  # (S, 1, Hq, N)
+        held = self._held.layers[seen.name]
+        stats, figures = held.stats, held.figures[: self._length].permute(1, 2, 0)[:, None]
         values = dict(zip((*stats, "lse"), figures, strict=True))
         call, lse = whole_call(held, self._length), values["lse"]
         rows = Observation({name: values[name] for name in stats}, values.get("max_logit", lse))
@@ -52,9 +49,12 @@ class Request(Recording):
     def received(self, layer: int | str) -> Tensor:
         """The weight that each key of a layer has received so far, (Hq, tokens).
 
-        The sums of the columns of its maps, kept up while it runs: the lowest can be evicted.
+        The sums of the columns of its maps, kept up while it runs: the lowest can be evicted. Where
+        requests share pages, they are summed now, from its map.
         """
         found = self.layer(layer)
+        if self._held.shared:
+            return found.map().received()[0]
         return self._held.layers[found.name].received[: self._length].T
 
     def heads(self) -> Table:

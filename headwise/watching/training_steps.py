@@ -389,7 +389,7 @@ class SteppedRecording(Recording):
         left = [
             layer
             for layer in left
-            if not (layer.compiled or joined)
+            if not (layer.compiled or layer.replayed or joined)
             or (_has_rows(layer, boards) and asked_for(layer.number, layer.name))
         ]
         left = [layer for layer in left if layer.name not in misread]

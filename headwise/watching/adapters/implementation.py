@@ -25,6 +25,7 @@ from headwise.watching.head_weights import head_place
 from headwise.watching.recorder.paged_record import PagedCall
 
 NAME = "headwise"
+PAGED = "headwise_paged"  # the same while continuous batching runs, which needs no masks
 WEIGHTS = 1 << 26  # handed out per layer at most, if asked for
 _memo = MaskMemo()
 
@@ -47,12 +48,17 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(PAGED, attend)
     AttentionMaskInterface.register(NAME, mask)
     _take_requests()
 
 
 def _take_requests() -> None:
-    """Let continuous batching take this implementation: it knows its own by their names."""
+    """Let continuous batching take this implementation: it knows its own by their names.
+
+    No mask function has the other name, so that models make no masks. Making one reads from the
+    device, which waits, and which a CUDA graph can't capture.
+    """
     try:
         from transformers import ContinuousBatchingManager as Manager
     except ImportError:  # of a transformers without it
@@ -63,7 +69,10 @@ def _take_requests() -> None:
 
     @wraps(switch)
     def accept(self: Any, model: Any, *given: Any, **options: Any) -> Any:
-        if model.config._attn_implementation != NAME:
+        if model.config._attn_implementation == NAME:
+            model.set_attn_implementation(PAGED)
+            self._original_attn_impl = NAME  # which it brings back
+        elif model.config._attn_implementation != PAGED:
             return switch(self, model, *given, **options)
 
     Manager.switch_to_cb_friendly_attn = accept  # type: ignore[method-assign]

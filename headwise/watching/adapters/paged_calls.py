@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from headwise.watching.adapters.interface import InterfaceCall
-from headwise.watching.recorder.paged_record import PagedCall, rows_of, slots_of
+from headwise.watching.recorder.paged_record import PagedCall, own_rows, rows_of
 from headwise.watching.recorder.ragged_batch import Pages, RaggedBatch
 
 
@@ -43,36 +42,22 @@ def to_paged_call(given: InterfaceCall, beside: bool = False) -> tuple[PagedCall
     if given.option("position_bias") is not None or given.option("dropout"):
         raise ValueError("position biases and dropout are not a part of paged attention here")
     options, q = dict(given.options), given.q[0].transpose(0, 1)
-    read, write = options["read_index"][allocator.index], options["write_index"][allocator.index]
+    read = options["read_index"][allocator.index]
     table, window = options.get("block_table"), getattr(allocator, "sliding_window", None)
     whole = window is None and table is None
     if whole and not beside:  # the kernel reads from the cache: nothing needs to be gathered
         options["read_index"] = [x[:0] for x in options["read_index"]]
     k, v = cache.update(given.k, given.v, layer_idx=layer, kwargs=options)
     if table is not None:
-        width = table.shape[2]
-        pages = Pages(
-            table[allocator.index].flatten().clamp_min(0), allocator.tokens_per_page, width
-        )
-        step = allocator.block_physical_stride // allocator.tokens_per_page
-        slots = pages._replace(entries=pages.entries // step)
-        ends = options["cu_seq_lens_k"].long()
-        request = torch.arange(len(ends) - 1, device=q.device)
-        place = request, ends[:-1], (ends.diff() - 1).clamp_min(0)
-        own, rows = slots.rows(*place), pages.rows(*place)
+        rows, pages = own_rows(allocator, given.options)
         keys, values = rows_of(cache, layer)
         for pool, new in ((keys, given.k), (values, given.v)):
             pool.index_copy_(0, rows, new[0].transpose(0, 1)[: len(rows)])
+    elif whole:
+        at = read if read.numel() else options["write_index"][allocator.index]
+        pages, (keys, values) = Pages(at), rows_of(cache, layer)
     else:
-        own = slots_of(allocator, write)
-        if whole:
-            at = read if read.numel() else write
-            pages, (keys, values) = Pages(at), rows_of(cache, layer)
-        else:
-            at = read.masked_scatter(read == allocator.sentinel_index, write)
-            at = at if read.numel() else write
-            pages, (keys, values) = Pages(None), (x[0].transpose(0, 1) for x in (k, v))
-        slots = Pages(slots_of(allocator, at))
+        pages, (keys, values) = Pages(None), (x[0].transpose(0, 1) for x in (k, v))
     scaling, sinks = given.option("scaling"), given.option("s_aux")
     if sinks is None:  # paged|eager takes them from the module
         sinks = getattr(given.module, "sinks", None)
@@ -90,4 +75,4 @@ def to_paged_call(given: InterfaceCall, beside: bool = False) -> tuple[PagedCall
         None if sinks is None else sinks.detach().reshape(-1),
     )
     other = replace(given, k=k, v=v, options={**options, "cache": _Updated(k, v)})
-    return PagedCall(batch, cache, layer, slots, own), other
+    return PagedCall(batch, cache, layer, given.k[0].transpose(0, 1), given.options), other

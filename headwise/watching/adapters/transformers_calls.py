@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class TransformersModules:
     listener: Listener
     memo: MaskMemo = field(default_factory=MaskMemo)
     sequences: list[tuple[nn.Module, TokenSequence | None]] = field(default_factory=list)
+    number: int = field(default_factory=count().__next__)
     begins: dict[str, Tensor] = field(default_factory=dict)  # by layer, from its prompt's mask
 
     @property
@@ -63,6 +65,7 @@ class TransformersModules:
         if not self.sequences and self.recorder.active:
             ids = named.get("input_ids")
             known = isinstance(ids, Tensor) and ids.ndim == 2 and sequence is not None
+            known = known and "read_index" not in named  # of continuous batching
             past = sequence.past if sequence is not None else 0
             self.recorder.marked.note(ids if known else None, past)
         self.sequences.append((module, sequence))
@@ -121,6 +124,7 @@ def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     ]
     whole = {id(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     undo.append(modules.recorder.paged.release)
+    undo += [graphs.add(modules) for graphs in _graphs()]
     return undo + follow(model, Follower(whole, modules.enter, modules.leave))
 
 
@@ -153,6 +157,28 @@ def towers(model: nn.Module) -> tuple[str, ...]:
 
 def _takes_tokens(part: nn.Module) -> bool:
     return not {"input_ids", "inputs_embeds"}.isdisjoint(_parameters(type(part).forward))
+
+
+@functools.cache
+def _graphs() -> tuple[Replacement[TransformersModules], ...]:
+    """Replacements that keep the CUDA graphs of continuous batching apart.
+
+    A graph repeats what was captured: one from before a watch shows it nothing, and one that was
+    captured under a watch writes to its tensors, which end with it.
+    """
+    try:
+        from transformers.generation.continuous_batching.utils import CudaGraphBuffer as Graphs
+    except ImportError:
+        return ()
+
+    def make(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def of_these_watches(self: Any, key: tuple[int, ...], *graph: Any) -> Any:
+            return original(self, (*key, *(-1 - user.number for user in users)), *graph)
+
+        return of_these_watches
+
+    return Replacement(Graphs, "get_graph", make), Replacement(Graphs, "set_graph", make)
 
 
 def _replacements(

@@ -26,7 +26,7 @@ from headwise.watching.recorder.layer_registry import LayerRegistry
 from headwise.watching.recorder.marked_keys import Marked, MarkedKeys, weigh
 from headwise.watching.recorder.model_passes import ModelPasses, forgets
 from headwise.watching.recorder.other_layers import OtherLayers
-from headwise.watching.recorder.paged_record import PagedCall, PagedRecords
+from headwise.watching.recorder.paged_record import PagedCall, PagedRecords, captures
 from headwise.watching.recorder.proof import Proofs
 from headwise.watching.recorder.seen_call import (
     Kind,
@@ -220,8 +220,8 @@ class CallRecorder:
         if layer is None:
             return call.batch.attend()
         ids = self.passes.ids
-        if ids is not None and ids.numel() == len(call.own):
-            call = replace(call, tokens=ids)
+        known = ids is not None and ids.numel() == len(q[0, 0])
+        call = replace(call, tokens=ids if known else None, step=self.passes.count)
         try:
             with torch.no_grad():
                 out, seen = self.paged.observe(name, call)
@@ -229,8 +229,11 @@ class CallRecorder:
             self.unread.fail(name, error)
             return call.batch.attend()
         assert layer.slot is not None
+        before = layer.slot.read()[:-1].clone() if self.paged.warms_up(call) else None
         layer.slot.add(seen, None, proof)
-        layer.recorded = True
+        if before is not None:  # nobody asked for these tokens
+            layer.slot.read()[:-1].copy_(before)
+        layer.recorded, layer.replayed = True, layer.replayed or captures(q)
         layer.stats = tuple(x for x in self.options.stats if x in seen.values)
         return out
 

@@ -152,6 +152,7 @@ class WatchedLayer:
     slot: Slot | None = field(default=None, repr=False)  # where its figures accumulate
     recorded: bool = False  # something of it was seen since the last step
     compiled: bool = False  # its rows are recorded by compiled code, which does not tell when
+    replayed: bool = False  # or by CUDA graphs
     late: Callable[[tuple[str, ...]], SeenCall | None] | None = field(default=None, repr=False)
     """The call that compiled code ran last, with these statistics; None if it ran none since."""
     width: int = 0  # of its queries; 0 if that is not known
@@ -339,5 +340,5 @@ class WatchedLayer:
     def close(self) -> None:
         """Note that a step has ended: the figures start anew, and the pass ends."""
         self.adopt()
-        self.recorded, self.ended, self._ran = self.compiled, True, False
+        self.recorded, self.ended, self._ran = self.compiled or self.replayed, True, False
         self._calls = [part.emptied() if part.observation is None else part for part in self._calls]

@@ -1,12 +1,15 @@
 """What continuous batching did for each request: noted beside its paged cache, key by key.
 
-Every token of a request has a slot in the cache. Tensors of as many slots hold the statistics of
-its row and the weight that its key has received, and nothing moves them: a step writes to them on
-the device, also when CUDA graphs replay it. A request is read by the pages that it holds.
+Every token of a request has a slot: its place in the cache of the layers that see everything.
+Tensors of as many slots hold, for every layer, the statistics of its row and the weight that its
+key has received, and nothing moves them: a step writes to them on the device, also when a CUDA
+graph replays it. A request is read by the pages that it holds, on the stream of the steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,17 +23,61 @@ from headwise.watching.recorder.ragged_batch import Marks, Pages, RaggedBatch
 MOST_REQUESTS = 64
 """Requests that have ended and can still be read; the oldest go first."""
 
+WARM_UP = "__warmup_"  # how the requests begin with which transformers captures CUDA graphs
+
 
 @dataclass(frozen=True)
 class PagedCall:
-    """The attention of one step in one layer, and where its tokens lie in the cache."""
+    """The attention of one step in one layer."""
 
     batch: RaggedBatch
     cache: Any  # transformers' PagedAttentionCache
     layer: int  # by the numbers of the cache
-    slots: Pages  # of the keys
-    own: Tensor  # (T,): the slots of the queries' own keys
+    k: Tensor  # (T, Hkv, D): the keys of the queries' own tokens
+    index: Mapping[str, Any]  # the step's tensors, as transformers names them
     tokens: Tensor | None = None  # (1, T)
+    step: int = 0  # the number of the forward
+
+    @property
+    def home(self) -> Any:
+        """The allocator whose slots tokens are noted by; None if every layer has a window."""
+        every = self.cache.cache_allocators.values()
+        return next((x for x in every if getattr(x, "sliding_window", None) is None), None)
+
+    def slots(self) -> tuple[Pages, Tensor]:
+        """The slots of the tokens that layers without a window see, and those of the queries."""
+        home, index = self.home, self.index
+        table = index.get("block_table")
+        if table is not None:
+            own, pages = own_rows(home, index)
+            page = home.block_physical_stride // home.tokens_per_page
+            assert pages.entries is not None
+            return pages._replace(entries=pages.entries // page), slots_of(home, own)
+        own = slots_of(home, index["write_index"][home.index])
+        read = index["read_index"][home.index]
+        return Pages(slots_of(home, read) if read.numel() else own), own
+
+    def keys_in(self, whole: Pages) -> Pages:
+        """The slots of this layer's keys, given those of layers without a window."""
+        ends, batch = self.index["cu_seq_lens_k"], self.batch
+        if batch.window is None or whole.entries is None:
+            return whole
+        # The keys of a window are the last of those that other layers see.
+        key = torch.arange(len(batch.keys), device=batch.q.device)
+        mine, theirs = batch.key_ends, ends[self.home.layer_type]
+        of = torch.searchsorted(mine, key, right=True).clamp(1, len(mine) - 1)
+        at = key + (theirs[of] - mine[of])
+        return Pages(whole.entries[at.clamp(0, len(whole.entries) - 1)])
+
+
+def own_rows(allocator: Any, index: Mapping[str, Any]) -> tuple[Tensor, Pages]:
+    """The rows of the queries' own keys by a table of pages, and the pages of all keys."""
+    table = index["block_table"]
+    page, width = allocator.tokens_per_page, table.shape[2]
+    pages = Pages(table[allocator.index].flatten().clamp_min(0), page, width)
+    ends = index["cu_seq_lens_k"][allocator.layer_type].long()
+    request = torch.arange(len(ends) - 1, device=table.device)
+    return pages.rows(request, ends[:-1], (ends.diff() - 1).clamp_min(0)), pages
 
 
 class HeldLayer(NamedTuple):
@@ -38,6 +85,7 @@ class HeldLayer(NamedTuple):
 
     received: Tensor  # (slots, Hq)
     figures: Tensor  # (slots, statistics, Hq)
+    stats: tuple[str, ...]  # and the lse
     q: Tensor | None  # (slots, Hq, D)
     k: Tensor | None  # (slots, Hkv, D)
     batch: RaggedBatch  # for its options
@@ -51,7 +99,7 @@ class HeldRequest:
     stamps: Tensor  # (slots,): the position of each token, plus one
     tokens: Tensor  # (slots,)
     layers: dict[str, HeldLayer]
-    stats: tuple[str, ...]
+    shared: bool  # its pages may be those of other requests too
 
     def length(self) -> int:
         """The number of its tokens; ValueError if some were computed before the watch saw it."""
@@ -69,29 +117,40 @@ class HeldRequest:
 @dataclass
 class _Layer:
     name: str
+    stats: tuple[str, ...]
     received: Tensor
     figures: Tensor
     q: Tensor | None
+    k: Tensor | None  # of a layer with a window, whose cache overwrites its keys
     batch: RaggedBatch
 
 
 @dataclass
-class _Group:
-    """The layers of one allocator, which share slots."""
+class _Table:
+    """Room for the layers of a model, by the slots of one allocator."""
 
     allocator: Any  # transformers' CacheAllocator
     stamps: Tensor
     tokens: Tensor
     layers: dict[int, _Layer] = field(default_factory=dict)
+    step: int = -1  # the forward that these slots are of
+    slots: tuple[Pages, Tensor] | None = None
 
-    def slots(self, request: str) -> Tensor | None:
-        """The slots of a request, (pages · page,); None if it holds no pages."""
-        pages = self.allocator.block_table.get(request)
-        if not pages:
-            return None
-        page = self.allocator.tokens_per_page
-        first = torch.tensor(pages, device=self.stamps.device)[:, None] * page
-        slots: Tensor = first + torch.arange(page, device=first.device)
+    @staticmethod
+    def beside(allocator: Any, device: torch.device) -> _Table:
+        """An empty table."""
+        # Two sectors come before those that requests get.
+        blocks = allocator.num_blocks + 2 * allocator.blocks_per_sector
+        slots = blocks * allocator.tokens_per_page
+        stamps = torch.zeros(slots, dtype=torch.int32, device=device)
+        return _Table(allocator, stamps, stamps.long())
+
+    def of_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """The slots of some blocks, (blocks · page,)."""
+        page, device = self.allocator.tokens_per_page, self.stamps.device
+        first = torch.tensor(blocks, pin_memory=device.type == "cuda")
+        first = first.to(device, non_blocking=True)[:, None] * page
+        slots: Tensor = first + torch.arange(page, device=device)
         return slots.flatten()
 
 
@@ -103,65 +162,76 @@ class PagedRecords:
     maps: bool
     sink_keys: int
     _cache: Any = None
-    _groups: dict[int, _Group] = field(default_factory=dict)
+    _table: _Table | None = None
     _ended: dict[str, HeldRequest] = field(default_factory=dict)
+    _stream: Any = None  # the CUDA stream on which the steps run
 
     def observe(self, name: str, call: PagedCall) -> tuple[Tensor, Observation]:
         """Compute a step in one layer, and note what it tells about its requests."""
-        batch, allocator = call.batch, call.cache.layer_to_allocator[call.layer]
-        if self._cache is not call.cache:
-            self._follow(call.cache)
-        group = self._group(allocator, batch.q.device)
-        # Slots of a window are written again: only the weight that its keys receive is kept.
+        batch, home = call.batch, call.home
+        # The keys of a window are numbered from its first.
         stats = tuple(x for x in self.stats if batch.window is None or x != "sink_mass")
-        layer = group.layers.get(call.layer)
+        if batch.q.is_cuda:
+            self._stream = torch.cuda.current_stream(batch.q.device)
+        if self._cache is not call.cache:
+            self._follow(call)
+        table = self._table
+        if table is None:
+            return batch.observe(stats, self.sink_keys)
+        if table.step != call.step or table.slots is None:
+            table.step, table.slots = call.step, call.slots()
+            self._stamp(table, call, home)
+        layer = table.layers.get(call.layer)
         if layer is None:
-            layer = group.layers[call.layer] = self._layer(name, group, batch)
-        marks = Marks(call.slots, call.own, layer.received)
+            layer = table.layers[call.layer] = self._layer(name, table, call, stats)
+        pages, own = table.slots
+        marks = Marks(call.keys_in(pages), own, layer.received)
         out, seen = batch.observe(stats, self.sink_keys, marks)
-        if batch.window is None:
-            figures = torch.stack([seen.values[x][0] for x in (*stats, "lse")])  # (S, Hq, T)
-            layer.figures.index_copy_(0, call.own, figures.permute(2, 0, 1).to(torch.float32))
-            if layer.q is not None:
-                layer.q.index_copy_(0, call.own, batch.q)
-            if layer is next(iter(group.layers.values())):
-                self._stamp(group, call)
+        figures = torch.stack([seen.values[x][0] for x in (*stats, "lse")])  # (S, Hq, T)
+        layer.figures.index_copy_(0, own, figures.permute(2, 0, 1).to(torch.float32))
+        for kept, new in ((layer.q, batch.q), (layer.k, call.k)):
+            if kept is not None:
+                kept.index_copy_(0, own, new)
         return out, seen
 
-    def _stamp(self, group: _Group, call: PagedCall) -> None:
+    def warms_up(self, call: PagedCall) -> bool:
+        """True in a forward of made-up requests, which transformers runs before it captures it."""
+        every = call.cache.cache_allocators.values()
+        warm = any(name.startswith(WARM_UP) for each in every for name in each.block_table)
+        return warm and not captures(call.batch.q)
+
+    def _stamp(self, table: _Table, call: PagedCall, home: Any) -> None:
         """Note which tokens are where."""
-        batch, token = call.batch, torch.arange(len(call.own), device=call.own.device)
-        ends, key_ends = batch.query_ends, batch.key_ends
+        assert table.slots is not None
+        own, ends = table.slots[1], call.batch.query_ends
+        token = torch.arange(len(own), device=own.device)
         request = torch.searchsorted(ends, token, right=True, out_int32=True) - 1
         there, request = request < len(ends) - 1, request.clamp_max(len(ends) - 2).long()
-        past = key_ends.diff() - ends.diff()
+        past = call.index["cu_seq_lens_k"][home.layer_type].diff() - ends.diff()
         position = past[request] + token - ends[request]
-        group.stamps.index_copy_(0, call.own, torch.where(there, position + 1, 0).int())
+        table.stamps.index_copy_(0, own, torch.where(there, position + 1, 0).int())
         if call.tokens is not None:
-            group.tokens.index_copy_(0, call.own, call.tokens.flatten().long())
+            table.tokens.index_copy_(0, own, call.tokens.flatten().long())
 
-    def _group(self, allocator: Any, device: torch.device) -> _Group:
-        if allocator.index not in self._groups:
-            # Two sectors come before those that requests get.
-            blocks = allocator.num_blocks + 2 * allocator.blocks_per_sector
-            slots = blocks * allocator.tokens_per_page
-            stamps = torch.zeros(slots, dtype=torch.int32, device=device)
-            tokens = torch.zeros(slots, dtype=torch.int64, device=device)
-            self._groups[allocator.index] = _Group(allocator, stamps, tokens)
-        return self._groups[allocator.index]
+    def _layer(self, name: str, table: _Table, call: PagedCall, stats: tuple[str, ...]) -> _Layer:
+        batch, slots = call.batch, len(table.stamps)
+        received = batch.q.new_zeros(slots, batch.q.shape[1], dtype=torch.float32)
+        figures = received.new_zeros(slots, len(stats) + 1, batch.q.shape[1])
+        q = batch.q.new_zeros(slots, *batch.q.shape[1:]) if self.maps else None
+        windowed = self.maps and batch.window is not None
+        k = call.k.new_zeros(slots, *call.k.shape[1:]) if windowed else None
+        return _Layer(name, stats, received, figures, q, k, batch)
 
-    def _layer(self, name: str, group: _Group, batch: RaggedBatch) -> _Layer:
-        slots, (_, heads, width) = len(group.stamps), batch.q.shape
-        whole = batch.window is None
-        received = batch.q.new_zeros(slots, heads, dtype=torch.float32)
-        figures = received.new_zeros(slots if whole else 0, len(self.stats) + 1, heads)
-        q = batch.q.new_zeros(slots, heads, width) if self.maps and whole else None
-        return _Layer(name, received, figures, q, batch)
-
-    def _follow(self, cache: Any) -> None:
+    def _follow(self, call: PagedCall) -> None:
         """Hold what is known of each request of a cache when it ends."""
         self.release()
+        cache, home = call.cache, call.home
+        self._cache = cache
+        if home is None:
+            return
+        table = self._table = _Table.beside(home, call.batch.q.device)
         free, free_all = cache.free_blocks, cache.free_all_requests
+        taken = home.pool.get_free_blocks
 
         def free_blocks(request_id: str, *given: Any, **options: Any) -> None:
             self._end(request_id)
@@ -172,67 +242,94 @@ class PagedRecords:
                 self._end(request)
             free_all(*given, **options)
 
+        def get_free_blocks(index: int, count: int) -> list[int]:
+            blocks: list[int] = taken(index, count)
+            if index == home.index and blocks:
+                with self._in_order():  # nobody's tokens are there any more
+                    table.stamps.index_fill_(0, table.of_blocks(blocks), 0)
+            return blocks
+
         cache.free_blocks, cache.free_all_requests = free_blocks, free_all_requests
-        self._cache = cache
+        home.pool.get_free_blocks = get_free_blocks
 
     def release(self) -> None:
         """Leave the cache as it was, and forget it; requests that have ended can still be read."""
         for request in self._running():
             self._end(request)
-        for name in ("free_blocks", "free_all_requests"):
-            getattr(self._cache, "__dict__", {}).pop(name, None)
-        self._cache = None
-        self._groups.clear()
+        replaced = ((self._cache, "free_blocks"), (self._cache, "free_all_requests"))
+        pool = None if self._table is None else self._table.allocator.pool
+        for owner, name in (*replaced, (pool, "get_free_blocks")):
+            getattr(owner, "__dict__", {}).pop(name, None)
+        self._cache = self._table = None
 
     def _running(self) -> list[str]:
-        whole = [group for group in self._groups.values() if len(group.layers)]
-        return list(dict.fromkeys(x for group in whole for x in group.allocator.block_table))
+        table = self._table
+        return [] if table is None or not table.layers else list(table.allocator.block_table)
+
+    @contextmanager
+    def _in_order(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Work after the steps that were started, and before those that follow.
+
+        Gives a function for tensors that whoever asked is going to use.
+        """
+        if self._stream is None:
+            yield lambda x: x
+            return
+        here = torch.cuda.current_stream(self._stream.device)
+
+        def hand_over(x: Tensor) -> Tensor:
+            x.record_stream(here)
+            return x
+
+        with torch.cuda.stream(self._stream):
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError("a CUDA graph is being captured: ask for requests after that")
+            yield hand_over
+        here.wait_stream(self._stream)
 
     def _end(self, request: str) -> None:
-        held = self._hold(request)
+        held = None if request.startswith(WARM_UP) else self._hold(request)
         if held is None:
             return
         self._ended.pop(request, None)
-        for group in self._groups.values():
-            slots = group.slots(request)
-            if slots is not None:
-                group.stamps.index_fill_(0, slots, 0)
         self._ended[request] = held
         while len(self._ended) > MOST_REQUESTS:
             self._ended.pop(next(iter(self._ended)))
 
     def _hold(self, request: str) -> HeldRequest | None:
         """A copy of what is known of a request; None if it holds no pages."""
-        stamps = tokens = None
-        layers: dict[str, HeldLayer] = {}
-        for group in self._groups.values():
-            slots = group.slots(request)
-            if slots is None:
-                continue
-            for number, layer in group.layers.items():
-                if layer.batch.window is not None:
-                    continue
-                k = None
-                if layer.q is not None:
-                    k = rows_of(self._cache, number)[0][physical(group.allocator, slots)]
-                q = None if layer.q is None else layer.q[slots]
-                kept = (layer.received[slots], layer.figures[slots], q, k, layer.batch)
-                layers[layer.name] = HeldLayer(*kept)
-                stamps, tokens = group.stamps[slots], group.tokens[slots]
-        if stamps is None or tokens is None:
+        table = self._table
+        blocks = None if table is None else table.allocator.block_table.get(request)
+        if table is None or not blocks or not table.layers:
             return None
-        return HeldRequest(request, stamps, tokens, layers, self.stats)
+        layers: dict[str, HeldLayer] = {}
+        with self._in_order() as ours:
+            slots = table.of_blocks(blocks)
+            for number, layer in table.layers.items():
+                q, k = (None if x is None else ours(x[slots]) for x in (layer.q, layer.k))
+                if q is not None and k is None:
+                    rows = physical(table.allocator, slots)
+                    k = ours(rows_of(self._cache, number)[0][rows])
+                received, figures = ours(layer.received[slots]), ours(layer.figures[slots])
+                layers[layer.name] = HeldLayer(received, figures, layer.stats, q, k, layer.batch)
+            stamps, tokens = ours(table.stamps[slots]), ours(table.tokens[slots])
+        shared = bool(self._cache.use_prefix_sharing)
+        return HeldRequest(request, stamps, tokens, layers, shared)
 
     def held(self) -> dict[str, HeldRequest]:
         """The requests by their names: those that have ended, and those that run."""
-        cache = self._cache
-        if cache is not None and cache.use_prefix_sharing:
+        if self._cache is not None and self._table is None:
             raise ValueError(
-                "requests share pages of this cache, so that a key may belong to several: "
-                "generate with ContinuousBatchingConfig(allow_block_sharing=False)"
+                "every layer of this model has a sliding window, whose keys are overwritten: its "
+                "requests can't be told apart; seen.heads() has the figures over all of them"
             )
         running = {request: self._hold(request) for request in self._running()}
         return {**self._ended, **{key: x for key, x in running.items() if x is not None}}
+
+
+def captures(x: Tensor) -> bool:
+    """True while a CUDA graph is being captured, which runs nothing."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def rows_of(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
