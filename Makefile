@@ -12,7 +12,7 @@ NPM := PATH="$(CURDIR)/.venv/bin:$$PATH" npm
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help look page browser test test-all test-gpu test-mutants test-versions docs wheel bench lint types style lint-workflows format clean
+.PHONY: help look page browser test test-all test-gpu test-gpu-race test-mutants test-versions docs wheel bench lint types style lint-workflows format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,10 @@ test-all: lint browser ## the same with the slow tests: 100,000 problems, all of
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device
 	OMP_NUM_THREADS=1 $(RUN) pytest -n auto -m gpu
+
+test-gpu-race: $(INSTALLED) ## races and memory errors of every GPU kernel, repeats bit for bit, 2,000 problems (11 minutes)
+	$(RUN) tests.gpu_race
+	$(RUN) tests.gpu_race --page
 
 test-mutants: $(INSTALLED) ## change the code in 300 places; a test must fail each time (hours; may be interrupted)
 	CI=true OMP_NUM_THREADS=1 $(RUN) tests.mutants $(MUTANTS)

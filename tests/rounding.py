@@ -15,6 +15,8 @@ from torch import Tensor
 from tests.oracle import Answer
 from tests.problems import Call
 
+LARGEST = 1 << 22  # products that a bound may write out
+
 
 @dataclass(frozen=True)
 class Units:
@@ -232,11 +234,14 @@ def _about_the_mean(call: Call, found: Answer) -> tuple[Tensor, Tensor]:
     gap = (s - s.sum(-1, keepdim=True) / count).abs().masked_fill(~seen, 0).amax(-1)
     if call.score not in ("dot", "scaled"):
         return gap, gap
-    k = _keys_as_queries(call, call.k)[:, :, None].expand(*seen.shape, -1)  # (B, Hq, N, M, D)
+    k, q = _keys_as_queries(call, call.k), call.q.detach().double().abs()
+    scale = call.sizes.width**-0.5 if call.scale is None else abs(call.scale)
+    if seen.numel() * k.shape[-1] > LARGEST:  # a mean is no further from a key than another key
+        return gap, scale * (q @ (k.amax(-2) - k.amin(-2))[..., None])[..., 0]
+    k = k[:, :, None].expand(*seen.shape, -1)  # (B, Hq, N, M, D)
     k = k.masked_fill(~seen[..., None], 0)
     centred = (k - k.sum(-2, keepdim=True) / count[..., None]).abs()
-    scale = call.sizes.width**-0.5 if call.scale is None else abs(call.scale)
-    dots = scale * torch.einsum("bhnd,bhnmd->bhnm", call.q.detach().double().abs(), centred)
+    dots = scale * torch.einsum("bhnd,bhnmd->bhnm", q, centred)
     return gap, dots.masked_fill(~seen, 0).amax(-1)
 
 

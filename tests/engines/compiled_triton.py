@@ -14,13 +14,11 @@ import triton
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-import headwise as hw
-from headwise.core.reduction import CallRows
 from headwise.engines.triton import stored_call
-from headwise.engines.triton.board_call import add_to_board
 from headwise.engines.triton.engine import Triton
 from headwise.engines.triton.host import cards, launches
 from tests.engines.compiled import NoGPU
+from tests.engines.kernel_calls import make
 
 COLUMNS = 512  # of tensor memory, on GPUs that have it
 COMPILED: set[str] = set()
@@ -62,33 +60,12 @@ def stand_in(generation: int = 90, shared: int = 232448) -> None:
     cards._INTERPRETED = cards.Card(f"sm_{generation}", *divmod(generation, 10), shared)
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(shape).to(dtype)
-
-
-def make_calls() -> None:
-    """Make one call of each kind that has its own kernels."""
-    leaves = [normal(1, heads, 300, 64).requires_grad_() for heads in (2, 1, 1)]
-    bias = torch.zeros(300, 300, requires_grad=True)
-    buckets = hw.RelativeBuckets(torch.zeros(8, 2, requires_grad=True))
-    for options in ({"mask": hw.mask.causal()}, {"bias": bias, "softcap": 9.0}, {"bias": buckets}):
-        out, seen = hw.observe(*leaves, engine="triton", **options)
-        (out.sum() + seen.entropy.sum()).backward()
-    with torch.no_grad():
-        step = normal(1, 4, 1, 64), normal(1, 2, 2048, 64), normal(1, 2, 2048, 64)
-        hw.attention(*step, mask=hw.mask.causal(), engine="triton")
-        amap = hw.attention_map(*leaves[:2])
-        amap.pool(8), amap.received(), amap.top(4), amap[0, 0, :4, :4]
-    q, k, v = (normal(1, 2, 300, 64).requires_grad_() for _ in range(3))
-    weight = normal(2, 64).requires_grad_()
-    hw.attention(q, k, v, score=hw.Additive(weight), engine="triton").sum().backward()
-    board, slot = torch.zeros(4, 6, 8, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    values, proof = torch.zeros(3, 2, 4, 9), torch.zeros((), dtype=torch.float64)
-    for more in ((None, None), (torch.zeros(2, 9, dtype=torch.bool), proof)):
-        add_to_board(board, slot, CallRows([*values, None], values[1], *more, [0], [1]))
+CALLS = ("causal", "bias", "buckets", "decode", "maps", "additive", "record")
+"""One of each kind that has its own kernels."""
 
 
 if __name__ == "__main__":
     stand_in()
-    make_calls()
+    for call in CALLS:
+        make(f"{call} 64 bfloat16")
     print(json.dumps(sorted(COMPILED)))

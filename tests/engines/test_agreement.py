@@ -7,20 +7,20 @@ The truth is `reference` in float64. The dtype of an engine decides its toleranc
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import headwise as hw
 from headwise.engines import plan
+from tests.engines.agreement import assert_agrees, some_grads
 from tests.oracle import answer
-from tests.problems import KINDS, Call, Recipe, every_pair, recipes, small_blocks
-from tests.rounding import Grads, bounds, close, gradient_bounds
+from tests.problems import KINDS, Recipe, every_pair, recipes, small_blocks
+from tests.rounding import bounds, close, gradient_bounds
 
 
 def takes(engine: str, recipe: Recipe) -> bool:
@@ -52,81 +52,6 @@ pairs = [
     for engine, kinds in ENGINES.items()
     for recipe in every_pair(partial(takes, engine), **kinds)
 ]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a call: out, every statistic, and the gradient of every learnable input."""
-
-    values: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-
-
-def outcome(call: Call, engine: str, grads: Grads) -> Outcome:
-    """Run a call forward and back on its own leaves."""
-    if engine in OBSERVING:
-        out, seen = call.observe(engine)
-        values = {"out": out} | {name: getattr(seen, name) for name in hw.STATISTICS}
-    else:
-        values = {"out": call.attention(engine)}
-    backward(values, grads)
-    gradients = {
-        name: torch.zeros_like(x) if x.grad is None else x.grad
-        for name, x in call.learnable().items()
-        if x.requires_grad
-    }
-    return Outcome(
-        {name: x.detach().cpu() for name, x in values.items()},
-        {name: x.cpu() for name, x in gradients.items()},
-    )
-
-
-def backward(values: dict[str, Tensor], grads: Grads) -> None:
-    """Backpropagate the gradients of out and, if observed, of lse and entropy."""
-    given = [(values["out"], grads.out)]
-    if "lse" in values:
-        given += [(values["lse"], grads.lse), (values["entropy"], grads.entropy)]
-    given = [(x, grad.to(x)) for x, grad in given if x.requires_grad]
-    torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
-
-
-def some_grads(call: Call, observed: bool) -> Grads:
-    """Return incoming gradients that are exact in the call's dtype."""
-    numbers = torch.Generator().manual_seed(7)
-    rows = call.sizes.batch, call.sizes.heads, call.sizes.queries
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=numbers).to(call.q.dtype).double()
-
-    out, lse, entropy = normal(*rows, call.sizes.value_width), normal(*rows), normal(*rows)
-    return Grads(out, lse, entropy) if observed else Grads(out, 0 * lse, 0 * entropy)
-
-
-def assert_agrees(recipe: Recipe, engine: str, device: str = "cpu") -> None:
-    """Assert that the engine agrees with the reference in float64 on a CPU, up to rounding."""
-    call = recipe.call()
-    observed = engine in OBSERVING
-    grads = some_grads(call, observed)
-    leaves = call.copy(device=device)
-    if not observed and leaves.table is not None:
-        leaves.table.requires_grad_(False)
-    found = outcome(leaves, engine, grads)
-    truth = outcome(call.copy(torch.float64), "reference", grads)
-    with torch.no_grad():
-        exact = answer(call)
-        allowed = bounds(call, exact)
-        allowed_gradients = gradient_bounds(call, exact, grads)
-    wrong = {name: close(x, truth.values[name], allowed[name]) for name, x in found.values.items()}
-    wrong |= {
-        f"gradient of {name}": close(x, truth.gradients[name], allowed_gradients[name])
-        for name, x in found.gradients.items()
-    }
-    wrong = {name: text for name, text in wrong.items() if text}
-    assert not wrong, f"{engine} on {recipe}"
-    wide = torch.promote_types(call.q.dtype, torch.float32)
-    assert found.values.pop("out").dtype == call.q.dtype
-    assert all(x.dtype == wide for x in found.values.values())
-    assert all(x.dtype == leaves.learnable()[n].dtype for n, x in found.gradients.items())
 
 
 @pytest.mark.parametrize(("engine", "recipe"), pairs)
@@ -165,7 +90,7 @@ def test_problems_longer_than_a_real_block_agree(engine: str, mask: str) -> None
     queries, keys = 300, 1100
     numbers = torch.Generator().manual_seed(3)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=numbers)
 
     q, k, v = normal(1, 4, queries, 16), normal(1, 2, keys, 16), normal(1, 2, keys, 16)

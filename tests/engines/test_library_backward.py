@@ -16,7 +16,7 @@ from headwise.core.options import Options
 from headwise.core.problem import pose
 from headwise.engines import failures
 from headwise.engines import library_kernels as library
-from tests.engines.test_agreement import some_grads
+from tests.engines.agreement import some_grads
 from tests.oracle import answer
 from tests.problems import Recipe, recipes
 from tests.rounding import close, gradient_bounds

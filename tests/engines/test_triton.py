@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from tests.engines import test_agreement as agreement
+from tests.engines.agreement import assert_agrees
 from tests.problems import KINDS, Recipe, every_pair, recipes
 
 pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
@@ -36,12 +36,6 @@ KERNELS = {  # what the kernels do
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(autouse=True)
-def observing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare statistics and their gradients too, because this engine returns them."""
-    monkeypatch.setattr(agreement, "OBSERVING", (*agreement.OBSERVING, "triton"))
-
-
 # The interpreter takes seconds for a problem, so `make test` leaves five of six to
 # `make test-all`; a GPU takes them all.
 pairs = [
@@ -52,20 +46,20 @@ pairs = [
 
 @pytest.mark.parametrize("recipe", pairs)
 def test_every_pair_of_options_agrees_with_the_reference(recipe: Recipe) -> None:
-    agreement.assert_agrees(recipe, "triton", DEVICE)
+    assert_agrees(recipe, "triton", DEVICE)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [pytest.param(*pair.values, id=pair.id) for pair in pairs])
 def test_every_pair_of_options_agrees_on_the_device(recipe: Recipe) -> None:
-    agreement.assert_agrees(recipe, "triton", DEVICE)
+    assert_agrees(recipe, "triton", DEVICE)
 
 
 @pytest.mark.slow
 @settings(max_examples=20)
 @given(recipe=recipes(**KERNELS))
 def test_any_problem_agrees_with_the_reference(recipe: Recipe) -> None:
-    agreement.assert_agrees(recipe, "triton", DEVICE)
+    assert_agrees(recipe, "triton", DEVICE)
 
 
 @pytest.mark.gpu
@@ -75,7 +69,7 @@ def test_any_problem_agrees_with_the_reference_on_the_device(share: int) -> None
     @settings(max_examples=4)
     @given(recipe=recipes(**KERNELS))
     def agrees(recipe: Recipe) -> None:
-        agreement.assert_agrees(recipe, "triton", DEVICE)
+        assert_agrees(recipe, "triton", DEVICE)
 
     agrees()
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from tests.engines import test_agreement as agreement
+from tests.engines.agreement import assert_agrees
 from tests.problems import Recipe, every_pair
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -28,15 +28,9 @@ pairs = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def observing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare statistics and their gradients too, because this engine returns them."""
-    monkeypatch.setattr(agreement, "OBSERVING", (*agreement.OBSERVING, "triton"))
-
-
 @pytest.mark.parametrize("recipe", pairs)
 def test_every_pair_of_options_agrees_with_the_reference(recipe: Recipe) -> None:
-    agreement.assert_agrees(recipe, "triton", DEVICE)
+    assert_agrees(recipe, "triton", DEVICE)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
