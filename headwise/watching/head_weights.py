@@ -229,7 +229,8 @@ def _linear(layer: nn.Module, name: str, heads: int) -> list[Tensor]:
 def _parameters(layer: nn.Module, name: str) -> list[Tensor]:
     """A linear layer's weight and bias, outputs on the first axis."""
     if not isinstance(layer, nn.Linear):
-        raise _unknown(name, f"{type(layer).__name__} is not a plain linear layer")
+        kind = type(layer)  # peft's has PyTorch's name
+        raise _unknown(name, f"{kind.__module__}.{kind.__name__} is not a plain linear layer")
     return _stored(layer, name)
 
 
@@ -241,10 +242,15 @@ def _transposed(layer: nn.Module, name: str) -> list[Tensor]:
 def _stored(layer: nn.Module, name: str) -> list[Tensor]:
     """A layer's weight and, if it has one, its bias; computed weights can't be changed."""
     held: tuple[object, ...] = (layer.weight, layer.bias)
-    found = [x for x in held if isinstance(x, nn.Parameter) and x.dtype.is_floating_point]
+    found = [x for x in held if isinstance(x, nn.Parameter) and _is_plain(x)]
     if len(found) < sum(x is not None for x in held):
         raise _unknown(name, "its weights are quantised, or computed from other tensors")
     return [*found]
+
+
+def _is_plain(x: Tensor) -> bool:
+    """True if its numbers can be scaled; torchao's tensors call themselves float and hold int8."""
+    return x.dtype.is_floating_point and (type(x.data) is Tensor or is_sharded(x))
 
 
 def _by_head(x: Tensor, name: str, heads: int) -> Tensor:

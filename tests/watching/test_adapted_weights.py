@@ -1,5 +1,8 @@
 """Layers whose linear layers somebody replaced are read; qk_clip says why it can't scale them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,28 +11,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 
-
-class Lora(nn.Module):
-    """A frozen layer and a low-rank change, as peft wraps it; DoRA also sets each row's norm."""
-
-    def __init__(self, layer: nn.Linear, dora: bool = False) -> None:
-        super().__init__()
-        self.base_layer = layer
-        self.lora_A = nn.Linear(layer.in_features, 3, bias=False)
-        self.lora_B = nn.Linear(3, layer.out_features, bias=False)
-        self.magnitude = nn.Parameter(torch.rand(layer.out_features) + 0.5) if dora else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.base_layer(x) + self.lora_B(self.lora_A(x))
-        if self.magnitude is None:
-            return out
-        whole = self.base_layer.weight + self.lora_B.weight @ self.lora_A.weight
-        return out * self.magnitude / whole.norm(dim=1)
-
-
-class Dora(Lora):
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__(layer, dora=True)
+pytest.importorskip("headwise.transformers")  # registers the implementation
 
 
 class Int8(nn.Module):
@@ -44,24 +26,54 @@ class Int8(nn.Module):
         return F.linear(x, self.weight.float()) * self.scale
 
 
-@pytest.mark.parametrize("kind", [Lora, Dora, Int8])
-def test_heads_with_replaced_linear_layers_are_read(kind: type[nn.Module]) -> None:
+def with_whole_numbers(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Int8(layer.self_attn.q_proj)
+        layer.self_attn.k_proj = Int8(layer.self_attn.k_proj)
+    return model
+
+
+def by_torchao(model: Any) -> Any:
+    quantization = pytest.importorskip("torchao.quantization", reason="it prints when imported")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+def adapted(model: Any, dora: bool) -> Any:
+    peft = pytest.importorskip("peft")
+    changed = {"target_modules": ["q_proj", "k_proj"], "r": 3, "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**changed, use_dora=dora)).eval()
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "LoRA": (lambda model: adapted(model, False), r"peft\..*Linear is not a plain linear layer"),
+    "DoRA": (lambda model: adapted(model, True), r"peft\..*Linear is not a plain linear layer"),
+    "int8": (with_whole_numbers, "Int8 is not a plain linear layer"),
+    "torchao": (by_torchao, "its weights are quantised"),
+}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "headwise"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_heads_with_replaced_linear_layers_are_read(change: str, implementation: str) -> None:
+    make, refusal = CHANGES[change]
     config = transformers.LlamaConfig(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
         intermediate_size=32, vocab_size=50,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = kind(layer.self_attn.q_proj)
-        layer.self_attn.k_proj = kind(layer.self_attn.k_proj)
+    llama = transformers.LlamaForCausalLM(config).eval()
+    model = make(llama)
+    llama.set_attn_implementation(implementation)
     tokens = torch.randint(1, 50, (2, 9))
-    with hw.watch(model) as seen:
+    with torch.no_grad(), hw.watch(model, strict=True) as seen:
         model(tokens)
-    model.set_attn_implementation("eager")
-    for layer, p in zip(seen.layers, model(tokens, output_attentions=True).attentions, strict=True):
+    llama.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(tokens, output_attentions=True).attentions
+    for layer, p in zip(seen.layers, weights, strict=True):
         entropy = torch.special.entr(p).sum(-1)
         torch.testing.assert_close(layer.observation.entropy, entropy, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=f"q_proj: {kind.__name__} is not a plain linear layer"):
+    with pytest.raises(ValueError, match=refusal):
         hw.qk_clip(model, seen, limit=1e-3)
 
 

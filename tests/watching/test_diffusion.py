@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.watching import SpanWeight
+from headwise.watching.adapters import joint_attention
 
 TEXT, IMAGE, WIDTH, HEADS = 6, 16, 32, 4
 
 
 class Joint(nn.Module):
     """Attention over text and image together, with the names of diffusers."""
+
+    factors: ClassVar = {"q": 3, "k": 1, "v": 1}
 
     def __init__(self, text_first: bool) -> None:
         super().__init__()
@@ -34,11 +37,17 @@ class Joint(nn.Module):
             text = getattr(self, f"add_{name}_proj")(encoder_hidden_states)
             both = (text, image) if self.text_first else (image, text)
             x = torch.cat(both, 1).unflatten(2, (HEADS, -1)).transpose(1, 2)
-            projected.append(3 * x if name == "q" else x)
+            projected.append(self.factors[name] * x)
         out = F.scaled_dot_product_attention(*projected).transpose(1, 2).flatten(2)
         sizes = (TEXT, IMAGE) if self.text_first else (IMAGE, TEXT)
         first, last = out.split(sizes, 1)
         return (last, first) if self.text_first else (first, last)
+
+
+class Changed(Joint):
+    """Its values do not tell which of them are of the text."""
+
+    factors: ClassVar = {"q": 3, "k": 1, "v": 2}
 
 
 class Denoiser(nn.Module):
@@ -90,10 +99,6 @@ def test_every_step_of_a_pipeline_is_a_step() -> None:
 
 
 def test_values_that_are_not_the_projected_text_leave_the_spans_out() -> None:
-    class Changed(Joint):
-        def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Any:
-            return super().forward(hidden_states, 2 * encoder_hidden_states)
-
     model = nn.Sequential(Changed(True))
     with hw.watch(model) as seen:
         model[0](torch.randn(1, IMAGE, WIDTH), torch.randn(1, TEXT, WIDTH))
@@ -121,9 +126,10 @@ def real() -> dict[str, tuple[Any, dict[str, Any]]]:
         ),
         "flux": (
             diffusers.FluxTransformer2DModel(
-                **joint, **sizes, patch_size=1, num_single_layers=1, axes_dims_rope=(4, 4, 8)
-            ),
-            {**given, **pooled, **places, "hidden_states": torch.randn(1, IMAGE, 4)},
+                **{**joint, "in_channels": 16}, **sizes, patch_size=1, num_single_layers=1,
+                axes_dims_rope=(4, 4, 8),
+            ),  # a token is four pixels of four channels
+            {**given, **pooled, **places, "hidden_states": torch.randn(1, IMAGE, 16)},
         ),
         "hunyuan video": (
             diffusers.HunyuanVideoTransformer3DModel(
@@ -172,3 +178,95 @@ def test_models_of_diffusers_are_read() -> None:
         else:
             across = [layer for layer in seen.layers if layer.kind == "cross"]
             assert {layer.map().shape[3] for layer in across} == {TEXT}, name
+
+
+def pipelines() -> dict[str, tuple[Any, nn.Module, dict[str, Any]]]:
+    """Tiny pipelines of diffusers, their denoisers, and what they are called with."""
+    import diffusers
+
+    models = real()
+    sd3, flux, unet = (models[name][0] for name in ("sd3", "flux", "unet"))
+    vae = diffusers.AutoencoderKL(
+        latent_channels=4, block_out_channels=(8,), norm_num_groups=4, layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",),
+        shift_factor=0.0, scaling_factor=1.0,
+    )  # fmt: skip
+    texts = dict.fromkeys(f"{x}{n}" for x in ("text_encoder", "tokenizer") for n in ("", "_2"))
+    flow = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(), "vae": vae, **texts}
+    plain = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    plain |= {"vae": vae, "text_encoder": None, "tokenizer": None}
+    prompt, against = torch.randn(2, 1, TEXT, 32)
+    both = {"prompt_embeds": prompt, "negative_prompt_embeds": against}
+    pooled = {"pooled_prompt_embeds": torch.randn(1, 32)}
+    negative = {"negative_pooled_prompt_embeds": torch.randn(1, 32)}
+    third = {"text_encoder_3": None, "tokenizer_3": None}
+    return {
+        "sd3": (
+            diffusers.StableDiffusion3Pipeline(transformer=sd3, **flow, **third), sd3,
+            {**both, **pooled, **negative, "height": 8, "width": 8},
+        ),
+        "flux": (
+            diffusers.FluxPipeline(transformer=flux, **flow), flux,
+            {"prompt_embeds": prompt, **pooled, "height": 8, "width": 8},
+        ),
+        "unet": (
+            diffusers.StableDiffusionPipeline(
+                unet=unet, scheduler=diffusers.DDIMScheduler(), **plain
+            ), unet,
+            {**both, "height": 8, "width": 8},
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # of diffusers, as it is imported
+@pytest.mark.parametrize("name", ["sd3", "flux", "unet"])
+def test_a_pipeline_is_watched_over_its_steps(name: str) -> None:
+    pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    pipe, denoiser, given = pipelines()[name]
+    pipe.set_progress_bar_config(disable=True)
+
+    def image(**more: Any) -> Tensor:
+        noise = torch.Generator().manual_seed(1)
+        made = pipe(**given, generator=noise, num_inference_steps=3, output_type="pt", **more)
+        found: Tensor = made.images
+        return found
+
+    def end(pipe: Any, number: int, time: Any, kept: dict[str, Any]) -> dict[str, Any]:
+        seen.step()
+        return kept
+
+    before = image()
+    with hw.watch(denoiser, strict=True) as seen:
+        assert torch.equal(image(callback_on_step_end=end), before)
+    assert len(seen.series) == 3
+    entropy = [entry.table["entropy_mean"][0] for entry in seen.series]
+    assert len(set(entropy)) == 3  # each step has figures of its own
+    if name == "unet":
+        assert not seen.spans
+        assert {layer.kind for layer in seen.layers} == {"self", "cross"}
+    else:
+        for entry in seen.series:
+            row = entry.table[0]
+            assert row["span_text_mean"] + row["span_image_mean"] == pytest.approx(1, abs=1e-4)
+    guided = 2 if "negative_prompt_embeds" in given else 1
+    assert {len(layer.map().lse) for layer in seen.layers} == {guided}
+
+
+def test_one_layer_of_each_class_is_asked_for_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[nn.Module] = []
+
+    def spy(module: nn.Module, *given: Any) -> bool | None:
+        asked.append(module)
+        return order(module, *given)
+
+    order = joint_attention._text_first
+    monkeypatch.setattr(joint_attention, "_text_first", spy)
+    model = Denoiser(True)
+    model.blocks.insert(0, Changed(True))
+    model.blocks.insert(1, Changed(True))
+    with torch.no_grad(), hw.watch(model) as seen:
+        for _ in range(3):
+            model(torch.randn(1, IMAGE, WIDTH), torch.randn(1, TEXT, WIDTH))
+    assert asked == [model.blocks[0], model.blocks[2]]
+    assert 2 in seen.spans["text"]

@@ -151,3 +151,49 @@ def test_an_image_after_an_answer_is_where_it_stands() -> None:
     for past, tokens in ((0, [1, IMAGE, 2]), (3, [3]), (4, [4]), (5, [5, IMAGE])):
         marked.note(torch.tensor([tokens]), past)
     assert marked.found["image"].order.tolist() == [[1, 6]]
+
+
+def test_what_a_cache_holds_unseen_is_not_guessed() -> None:
+    class Cache:
+        pass
+
+    marked, mine, other = MarkedKeys({"image": (IMAGE,)}), Cache(), Cache()
+    marked.note(torch.tensor([[5]]), 7, mine)  # its prompt came before the watch
+    assert not marked.found
+    marked.note(torch.tensor([[1, IMAGE, 2]]), 0, mine)
+    marked.note(torch.tensor([[5]]), 3, other)  # that of another generation
+    assert not marked.found
+    marked.note(torch.tensor([[1, IMAGE, 2]]), 0)
+    marked.note(torch.tensor([[5]]), 3, mine)
+    assert marked.found["image"].order.tolist() == [[1]]
+    marked.note(torch.tensor([[5]]), 6, mine)  # some passes were not looked at
+    assert not marked.found
+
+
+def test_a_watch_that_begins_in_an_answer_tells_no_spans() -> None:
+    model = built("Llava")
+    ids = torch.randint(5, 60, (1, 9))
+    ids[0, 2:6] = IMAGE
+    with torch.no_grad():
+        cache = model(input_ids=torch.randint(5, 60, (1, 12)), use_cache=True).past_key_values
+        with hw.watch(model) as seen:
+            model(input_ids=ids)
+            assert seen.spans
+            model(input_ids=torch.tensor([[7]]), past_key_values=cache)
+    assert not seen.spans
+
+
+def test_image_tokens_are_not_repetitions_of_each_other() -> None:
+    model = built("Llava")
+    ids = torch.arange(5, 45)[None].clone()
+    ids[0, 4:24] = IMAGE
+    with torch.no_grad(), hw.watch(model) as seen:
+        model(input_ids=ids)
+    assert seen.layer(0).parts["image"].equal(ids == IMAGE)
+    types = seen.types()
+    assert all(x != x for x in types["induction"])  # NaN: no token occurs twice
+    assert "induction" not in types["type"]
+    ids[0, 24:] = torch.arange(16) % 3 + 50
+    with torch.no_grad(), hw.watch(model) as seen:
+        model(input_ids=ids)
+    assert all(0 < x < 1 for x in seen.types()["induction"])

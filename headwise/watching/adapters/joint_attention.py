@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -38,9 +38,17 @@ def joint_parts(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 @dataclass
 class JointAttention:
-    """Where the text is among the tokens of a model, once a layer has told it."""
+    """Where the text is among the tokens of a model, once a layer has told it.
 
-    text_first: bool | None = None
+    One layer of each class is asked, because reading the answer waits for the device.
+    """
+
+    told: dict[type, bool | None] = field(default_factory=dict)
+
+    @property
+    def text_first(self) -> bool | None:
+        """True if the text comes before the image; None if no layer has told it."""
+        return next((x for x in self.told.values() if x is not None), None)
 
     def parts(self, frames: Sequence[RunningModule], call: Call) -> dict[str, Marked] | None:
         """The image's and the text's tokens, none if it is not known which are which.
@@ -56,11 +64,13 @@ class JointAttention:
             tokens = image.shape[1] + text.shape[1]
             if image.ndim != 3 or not call.q.shape[2] == call.k.shape[2] == tokens:
                 continue
-            if depth == 0 and self.text_first is None:
-                self.text_first = _text_first(frame.module, text, call.v)
-            if self.text_first is None:
+            kind = type(frame.module)
+            if depth == 0 and self.text_first is None and kind not in self.told:
+                self.told[kind] = _text_first(frame.module, text, call.v)
+            first = self.text_first
+            if first is None:
                 return {}
-            return _parts(len(call.q), tokens, text.shape[1], self.text_first, call.q.device)
+            return _parts(len(call.q), tokens, text.shape[1], first, call.q.device)
         return None
 
 

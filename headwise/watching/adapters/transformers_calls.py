@@ -67,7 +67,8 @@ class TransformersModules:
             known = isinstance(ids, Tensor) and ids.ndim == 2 and sequence is not None
             known = known and "read_index" not in named  # of continuous batching
             past = sequence.past if sequence is not None else 0
-            self.recorder.marked.note(ids if known else None, past)
+            cache = named.get("past_key_values")
+            self.recorder.marked.note(ids if known else None, past, cache)
         self.sequences.append((module, sequence))
 
     def leave(self, module: nn.Module, *_: object) -> None:

@@ -159,7 +159,9 @@ class CallRecorder:
                 seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
             elif out is not None:
                 seen.values[stat] = norms(out.detach(), seen)
-        self._keep(name, call, whole, kind, padding, seen, maps, forgotten, proof, share, held)
+        self._keep(
+            name, call, whole, kind, padding, seen, maps, forgotten, proof, share, held, found_keys
+        )
 
     def inside(
         self,
@@ -209,7 +211,10 @@ class CallRecorder:
                     if key in seen.values:
                         seen.values[key] = seen.values[key].detach()
                 held = self._hold(call, itself(out), out) if self.options.effects else None
-                self._keep(name, call, whole, kind, padding, seen, forgotten=forgotten, held=held)
+                self._keep(
+                    name, call, whole, kind, padding, seen, forgotten=forgotten, held=held,
+                    marked=marked,
+                )  # fmt: skip
         return out
 
     def of_requests(self, name: str, call: PagedCall, proof: Tensor | None = None) -> Tensor:
@@ -303,6 +308,7 @@ class CallRecorder:
         proof: Tensor | None = None,
         share: tuple[int, int] | None = None,
         held: Hold | None = None,
+        marked: Mapping[str, Marked] | None = None,
     ) -> None:
         # `whole` is the call before experiments changed it: its mask tells positions and padding.
         options, passes, divided = self.options, self.passes, split_calls()
@@ -348,6 +354,7 @@ class CallRecorder:
             split=None if part is None or divided is None else (divided, part),
         )
         layer.add(found, continues)
+        layer.parts = {part: keys.shown for part, keys in (marked or {}).items()}
         if held is not None:
             layer.held = held(HeldRows(start, forgotten or 0, padding, divided))
         assert layer.slot is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -160,6 +160,8 @@ class WatchedLayer:
     share: tuple[int, int] | None = field(default=None, repr=False)
     """The number of its first head and that of all heads of the layer; None if that is unknown."""
     held: HeldCall | None = field(default=None, repr=False)  # the last call, for its effects
+    parts: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """Which of the last call's first keys are of an image, a video or a text: (B, keys) bool."""
     ended: bool = False  # the next call begins a new pass, whatever it looks like
     _ran: bool = False  # in compiled code, since the last step
     _calls: list[SeenCall] = field(default_factory=list, repr=False)

@@ -6,9 +6,10 @@ gathered, and as they stay in order, an interval of all keys is an interval of t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,12 +46,23 @@ class MarkedKeys:
     ids: Mapping[str, tuple[int, ...]]  # the numbers of the tokens that stand for each kind
     found: dict[str, Marked] = field(default_factory=dict)
     rows: int = 0  # tokens of this forward
+    _length: int = 0  # of what is known: these tokens, and those before them
+    _cache: weakref.ref[Any] | None = None  # that holds them, once it was seen
 
-    def note(self, tokens: Tensor | None, past: int = 0) -> None:
-        """A pass over tokens (B, N) begins, after so many that are in a cache."""
+    def note(self, tokens: Tensor | None, past: int = 0, cache: object = None) -> None:
+        """A pass over tokens (B, N) begins, after so many that are in a cache.
+
+        If the cache is not the one of the pass before, or holds more tokens than were seen, it is
+        not known which of them are of a kind.
+        """
         if not self.ids:
             return
         self.rows = 0 if tokens is None else tokens.shape[1]
+        known = None if self._cache is None else self._cache()
+        if past and (past > self._length or (self._cache is not None and known is not cache)):
+            self.found = {}
+        self._cache = None if cache is None or isinstance(cache, tuple) else weakref.ref(cache)
+        self._length = past + self.rows
         if tokens is None:
             self.found = {}
         elif not past:
