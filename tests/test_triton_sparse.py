@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 import headwise as hw
 from headwise.core.policies import Policy
 from headwise.engines import failures, index_call, sparse_call
 from headwise.engines.failures import KernelError
-from headwise.maps import backends, blockwise
+from headwise.maps import backends, blockwise, coverage
 from tests.oracle import answer
 from tests.problems import Call, Recipe
 from tests.sparsity import attend, kept
 from tests.test_index_loss import dense, indexer
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
+marked_rows = importlib.import_module("headwise.engines.triton.host.marked_rows")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -63,6 +66,10 @@ def test_the_largest_keys_are_attended_to(recipe: Recipe, monkeypatch: pytest.Mo
     there = call.copy(device=DEVICE)
     out = hw.sparse.attention(there.q, there.k, there.v, policy, **there.options())
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
+    compare_gradients(out, wanted, there, wide)
+
+
+def compare_gradients(out: Tensor, wanted: Tensor, there: Call, wide: Call) -> None:
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     leaves, exact = there.learnable(), wide.learnable()
     loss = (out * weight.to(DEVICE)).sum()
@@ -76,6 +83,71 @@ def test_the_largest_keys_are_attended_to(recipe: Recipe, monkeypatch: pytest.Mo
             torch.testing.assert_close(
                 grad.cpu().double(), right, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+KEPT: dict[str, Callable[[Call], Policy]] = {
+    "mean": lambda call: hw.sparse.Blocks(3, 2),
+    "max": lambda call: hw.sparse.Blocks(4, tuple(1 + h for h in range(call.sizes.heads)), "max"),
+    "exact": lambda call: hw.sparse.Blocks(5, 2, "exact"),
+    "indices": lambda call: hw.sparse.Indices(
+        torch.randint(-2, call.sizes.keys + 2, (1, 1, call.sizes.queries, 5))
+    ),
+    "indices of heads": lambda call: hw.sparse.Indices(
+        torch.randint(0, call.sizes.keys, (*call.q.shape[:3], 4))
+    ),
+    "evicted": lambda call: hw.sparse.Evicted(
+        torch.rand(1, call.sizes.key_heads, call.sizes.keys), 3
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("recipe", some)
+def test_chosen_keys_are_attended_to_and_weighed(
+    kind: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_call, "select", None)  # no loop of PyTorch's
+    monkeypatch.setattr(coverage, "select", None)
+    if recipe.seed % 2:  # several parts of the rows
+        monkeypatch.setattr(marked_rows, "WORDS", 1)
+        monkeypatch.setattr(marked_rows, "ROWS", 8)
+    call = replace(recipe, dtype="float32", longest=24).call()
+    wide, policy = call.copy(torch.float64), KEPT[kind](call)
+    found = answer(wide)
+    mine = kept(wide, found, policy)
+    wanted = attend(wide, found, mine)
+    there = call.copy(device=DEVICE)
+    out = hw.sparse.attention(there.q, there.k, there.v, policy, **there.options())
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
+    compare_gradients(out, wanted, there, wide)
+    amap = hw.attention_map(there.q.detach(), there.k.detach(), **there.options())
+    recall = amap.recall(policy)
+    mass, count = (found.p * mine).sum(-1), mine.sum(-1)
+    torch.testing.assert_close(amap.kept(policy).cpu().double(), mass, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(recall.mass.cpu().double(), mass, rtol=1e-4, atol=1e-5)
+    assert torch.equal(recall.keys.cpu(), count)
+    best = found.p.sort(dim=-1, descending=True).values
+    rank = torch.arange(best.shape[-1]) < count[..., None]
+    most = (best * rank).sum(-1)
+    torch.testing.assert_close(recall.best.cpu().double(), most, rtol=1e-4, atol=1e-5)
+    largest = found.s.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    among = (mine & (largest < count[..., None])).sum(-1)
+    assert torch.equal(recall.found.cpu(), among)
+
+
+def test_of_equal_scores_the_first_runs_are_chosen() -> None:
+    scores = torch.randint(-2, 3, (2, 3, 7, 40), device=DEVICE).float()
+    scores[0, 0, 0], scores[0, 0, 1, 3], scores[1, 2, 3, 1::2] = -torch.inf, torch.nan, -torch.inf
+    scores[0, 1, 2, ::3] = -0.0
+    for counts in ([4], [1, 40, 9]):
+        found = marked_rows.best_of(scores, torch.tensor(counts, device=DEVICE), max(counts))
+        assert found is not None
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : max(counts)]
+        per_head = torch.tensor(counts, device=DEVICE).reshape(1, -1, 1, 1)
+        late = torch.arange(max(counts), device=DEVICE) >= per_head
+        none = late | (scores.gather(-1, order) == -torch.inf)
+        wanted = order.masked_fill(none, -1)
+        assert torch.equal(found.sort().values.long(), wanted.sort().values)
 
 
 @pytest.mark.parametrize("recipe", some)
@@ -95,17 +167,24 @@ def test_windows_and_evicted_keys_are_weighed_as_masks(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", some)
+@pytest.mark.parametrize("chosen", ["all", "selected", "parts"])
 def test_an_indexers_loss_is_that_of_the_dense_formula(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_call, "IndexLoop", None)  # no loop of PyTorch's
+    monkeypatch.setattr(marked_rows, "WORDS", 1 if chosen == "parts" else 1 << 20)
+    monkeypatch.setattr(marked_rows, "ROWS", 8)
     call = replace(recipe, dtype="float32", longest=40).call()
     wide = call.copy(torch.float64, learn=False)
     index = indexer(wide)
-    wanted = dense(wide, index)
+    shape = (recipe.seed % 2 or call.sizes.batch, call.sizes.queries, 6)
+    some_keys = torch.randint(-1, call.sizes.keys + 1, shape)
+    selected = None if chosen == "all" else some_keys
+    wanted = dense(wide, index, selected)
     there = call.copy(device=DEVICE, learn=False)
+    selected = None if selected is None else selected.to(DEVICE)
     mine = [x.detach().float().to(DEVICE).requires_grad_() for x in index]
-    loss = hw.index_loss(there.q, there.k, *mine, **there.options())
+    loss = hw.index_loss(there.q, there.k, *mine, selected=selected, **there.options())
     torch.testing.assert_close(loss.cpu().double(), wanted, rtol=1e-4, atol=1e-5)
     truth = torch.autograd.grad(wanted, index)
     for grad, right in zip(torch.autograd.grad(loss, mine), truth, strict=True):
@@ -115,7 +194,7 @@ def test_an_indexers_loss_is_that_of_the_dense_formula(
 def test_a_kernel_that_fails_leaves_the_loops_of_pytorch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from headwise.engines.triton import largest_call
+    from headwise.engines.triton import kept_call
 
     def broken(*given: object) -> None:
         raise KernelError("no compiler")
@@ -123,7 +202,7 @@ def test_a_kernel_that_fails_leaves_the_loops_of_pytorch(
     q, k, v = torch.randn(3, 1, 2, 30, 16, device=DEVICE).unbind(0)
     policy = hw.sparse.TopK(4)
     fused = hw.sparse.attention(q, k, v, policy, mask=hw.mask.causal())
-    monkeypatch.setattr(largest_call, "attend", broken)
+    monkeypatch.setattr(kept_call, "attend", broken)
     with pytest.warns(RuntimeWarning, match="no compiler"):
         plain = hw.sparse.attention(q, k, v, policy, mask=hw.mask.causal())
     torch.testing.assert_close(plain, fused, rtol=1e-4, atol=1e-5)

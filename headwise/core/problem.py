@@ -59,6 +59,24 @@ class Terms(NamedTuple):
                 intervals = torch.stack((first, last.maximum(first)), 1)
         return self._replace(position=(rows + shift)[None], intervals=intervals, band=None)
 
+    def of_rows(self, rows: slice) -> Terms:
+        """The same terms for some of the rows."""
+
+        def cut(x: Tensor | None, axis: int) -> Tensor | None:
+            if x is None or x.shape[axis] == 1:
+                return x
+            return x.narrow(axis, rows.start, rows.stop - rows.start)
+
+        position = self.position if self.band else cut(self.position, -1)
+        assert position is not None
+        return self._replace(
+            intervals=cut(self.intervals, -1),
+            dense=cut(self.dense, -2),
+            bias=cut(self.bias, -2),
+            position=position,
+            band=[x + rows.start for x in self.band] if self.band else self.band,
+        )
+
     @property
     def plain(self) -> bool:
         """True if a logit is just scale · q·k."""

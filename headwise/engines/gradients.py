@@ -63,6 +63,16 @@ class BackwardInputs(NamedTuple):
     grad_entropy: Tensor | None = None
     bias_learns: bool = False
 
+    def of_rows(self, rows: slice) -> BackwardInputs:
+        """The same for some of the rows."""
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[:, :, rows]
+
+        out, totals = self.out[:, :, rows], RowTotals(*(x[:, :, rows] for x in self.totals))
+        grads = cut(self.entropy), self.grad_out[:, :, rows], cut(self.grad_lse)
+        return BackwardInputs(out, totals, *grads, cut(self.grad_entropy), self.bias_learns)
+
     def row_constants(self, products: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return what is subtracted from every dP of a row, (B, Hq, N), and the sinks' gradient.
 

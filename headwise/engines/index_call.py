@@ -33,11 +33,10 @@ def _indexer(given: tuple[Any, ...]) -> tuple[Terms, Indexer, Tensor | None]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     terms, index, selected = _indexer(given)
-    if selected is None:
-        fast = fused("index_call", "loss", LOSS, q, index.k, terms, q, k, terms, index)
-        if fast is not None:
-            rows, totals = fast
-            return *rows[:3], totals.lse, totals.base, totals.log_total
+    fast = fused("index_call", "loss", LOSS, q, index.k, terms, q, k, terms, index, selected)
+    if fast is not None:
+        losses, totals = fast
+        return *losses, totals.lse, totals.base, totals.log_total
     with without_autocast(q.device):
         loop = IndexLoop(q, k, terms, index, selected)
         found = Forward(q, k, k[..., :0], terms, LOG_TOTAL, loop.selection).run()
@@ -57,10 +56,8 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tenso
 def _backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
     grad, rows, totals = given[-1], RowLoss(*given[-7:-4]), RowTotals.known(*given[-4:-1])
     terms, index, selected = _indexer(given)
-    found = None
-    if selected is None:
-        call = q, k, terms, index, totals, rows, grad
-        found = fused("index_call", "gradients", LOSS, q, index.k, terms, *call)
+    call = q, k, terms, index, selected, totals, rows, grad
+    found = fused("index_call", "gradients", LOSS, q, index.k, terms, *call)
     if found is None:
         with without_autocast(q.device):
             loop = IndexLoop(q, k, terms, index, selected)

@@ -1,6 +1,5 @@
-"""Attention over the keys that a policy keeps, as operators: streaming loops with a selection.
-
-The largest keys of each row are found and attended to by Triton's kernels where they can be.
+"""Attention over the keys that a policy keeps, as operators: Triton's kernels where they can serve,
+else streaming loops with a selection.
 
 The weights are those of softmax over the kept keys, and the sinks. Gradients flow as if the other
 keys were not there: the choice itself has none.
@@ -92,19 +91,43 @@ def _selection(
     return Columns(first) if kind == "evicted" else Chosen(first, *(numbers or [1]))
 
 
-def _fused(name: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Any:
-    return fused("largest_call", name, "sparse attention", q, v, given[0], q, k, v, *given)
+def _fused(name: str, q: Tensor, k: Tensor, v: Tensor, terms: Terms, *given: Any) -> Any:
+    values = v if v.shape[-1] else k  # without values nothing is as wide as the keys
+    given = q, k, v, terms, *given
+    return fused("kept_call", name, "sparse attention", q, values, terms, *given)
+
+
+def fused_rows(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, policy: Policy
+) -> tuple[RowResults, Tensor | None, Tensor | None] | None:
+    """`kept_rows` by Triton's kernels; None where loops must serve."""
+    found: tuple[RowResults, Tensor, Tensor | None] | None
+    found = _fused("attend", q, k, v, terms, policy)
+    return found
+
+
+def fused_recall(
+    q: Tensor, k: Tensor, terms: Terms, policy: Policy
+) -> tuple[Tensor, Tensor, RowResults, RowResults] | None:
+    """The kept keys, those among as many largest, and the results over both; None as above."""
+    found: tuple[Tensor, Tensor, RowResults, RowResults] | None
+    found = fused("kept_call", "recall", "sparse attention", q, k, terms, q, k, terms, policy)
+    return found
+
+
+def all_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> RowResults:
+    """The results of every row over all of its keys."""
+    found: RowResults | None = _fused("whole", q, k, v, terms)
+    return Forward(q, k, v, terms, LOG_TOTAL).run() if found is None else found
 
 
 def kept_rows(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, policy: Policy
 ) -> tuple[RowResults, Tensor | None, Tensor | None]:
     """The results of every row over the keys that a policy keeps, and its selection's tensors."""
-    if isinstance(policy, TopK):
-        found: tuple[RowResults, Tensor, Tensor] | None
-        found = _fused("attend", q, k, v, terms, policy.k)
-        if found is not None:
-            return found
+    found = fused_rows(q, k, v, terms, policy)
+    if found is not None:
+        return found
     with without_autocast(q.device):
         selection = select(policy, q, k, terms)
         return Forward(q, k, v, terms, LOG_TOTAL, selection).run(), *_parts(selection)
@@ -144,8 +167,9 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> list[Tensor]:
     totals = RowTotals.known(lse, max_logit, log_total)
     inputs = BackwardInputs(out, totals, None, grad_out, bias_learns=bias_learns)
     found: Gradients | None = None
-    if kind == "top":
-        found = _fused("differentiate", q, k, v, terms, inputs, first, second)
+    if kind != "window":
+        run, last = (numbers or [1])[0], second if kind == "top" else None
+        found = _fused("differentiate", q, k, v, terms, inputs, run, first, last)
     if found is None:
         selection = _selection(kind, numbers, first, second, k.shape[2])
         with without_autocast(q.device):

@@ -258,7 +258,8 @@ class AttentionMap(LazyMap):
         region = self.region
         with torch.no_grad(), torch.autocast(region.q.device.type, enabled=False):
             try:
-                return coverage.recall(region, self._weights(), policy)
+                found = masked_keys.recall(region, self._weights(), policy)
+                return found or coverage.recall(region, self._weights(), policy)
             except ValueError as error:
                 raise self._error(str(error), call) from None
 

@@ -7,24 +7,26 @@ from torch import Tensor
 
 from headwise.core.row_sums import RowTotals
 from headwise.engines.triton.host.map_call import (
+    Side,
     constants,
     fit_map,
     flags,
     known_totals,
     log_totals,
     map_call,
+    norm_strides,
+    reduce_cells,
     run_held,
+    value_flags,
 )
 from headwise.engines.triton.host.operands import (
     Operands,
     loadable,
     outer_strides,
-    precision,
-    tile_side,
     widened,
 )
 from headwise.engines.triton.host.tile_shapes import Shape
-from headwise.engines.triton.kernels.maps.map_cells import Effects, cells
+from headwise.engines.triton.kernels.maps.map_cells import Effects
 from headwise.engines.triton.kernels.maps.map_cells import Totals as Known
 from headwise.engines.triton.kernels.maps.map_largest import largest
 from headwise.engines.triton.kernels.maps.map_peaks import peaks
@@ -54,7 +56,7 @@ def _effect_totals(region: Region) -> EffectTotals:
         peaks[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, effects, best, key, product, *rest, outer_strides(call.q),
             outer_strides(call.k), call.given, *call.sizes, **constants(shape), **flags(call),
-            **_value_flags(effects),
+            **value_flags(effects),
         )  # fmt: skip
 
     fit_map(call, launch, effects)
@@ -97,8 +99,8 @@ def top(region: Region, totals: Totals, count: int) -> tuple[Tensor, Tensor]:
     def launch(shape: Shape) -> None:
         largest[(-(-rows // shape.rows), heads, batch)](
             call.q, call.k, norms, known, effects, best, key, outer_strides(call.q),
-            outer_strides(call.k), call.given, *call.sizes, count, *_norm_strides(region),
-            KEPT=kept, **constants(shape), **flags(call), **_value_flags(effects),
+            outer_strides(call.k), call.given, *call.sizes, count, *norm_strides(norms),
+            KEPT=kept, **constants(shape), **flags(call), **value_flags(effects),
         )  # fmt: skip
 
     fit_map(call, launch, effects)
@@ -138,54 +140,17 @@ def _reduce(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduc
     out = region.q.new_zeros(batch, heads, len(rows), len(keys), dtype=torch.float32)
     if not all(region.box.shape):
         return out
-    call, known, effects = _call_of(region), _kernel_totals(totals), _effects(region, totals)
-    norms = _norms(region)
-
-    def launch(shape: Shape) -> None:
-        row_part, row_groups, row_steps = _cut(rows, shape.rows)
-        key_part, key_groups, key_steps = _cut(keys, shape.keys)
-        cells[(row_groups * key_groups, heads, batch)](
-            call.q, call.k, norms, known, effects, out, outer_strides(call.q),
-            outer_strides(call.k), call.given, *call.sizes, len(rows), len(keys), rows.width,
-            keys.width, row_steps, key_steps, *_norm_strides(region), ROW_PART=row_part,
-            KEY_PART=key_part, LARGEST=how in ("max", "furthest"), **constants(shape),
-            **flags(call), **_value_flags(effects),
-        )  # fmt: skip
-
-    fit_map(call, launch, effects)
+    one, two = (Side(len(axis), axis.width, max(axis.widths)) for axis in (rows, keys))
+    reduce_cells(
+        _call_of(region), _kernel_totals(totals), out, one, two, how in ("max", "furthest"),
+        _effects(region, totals), _norms(region),
+    )  # fmt: skip
     return out
-
-
-def _cut(axis: Cells, block: int) -> tuple[int, int, int]:
-    """The division of a tile's side among cells: part of a cell, groups of cells, steps.
-
-    The largest part that leaves almost nothing of a tile unused.
-    """
-    widest, found = max(axis.widths), {}
-    part = 1
-    while part <= block:
-        groups, steps = -(-len(axis) * part // block), -(-widest // part)
-        found[part] = (groups, steps)
-        part *= 2
-    least = min(groups * steps for groups, steps in found.values())
-    part = max(p for p, (groups, steps) in found.items() if groups * steps <= 1.03 * least)
-    return part, *found[part]
 
 
 def _call_of(region: Region) -> Operands:
     """The tensors and sizes of a region as kernels take them."""
     return map_call(region.q, region.k, region.terms)
-
-
-def _value_flags(effects: Effects | None) -> dict[str, object]:
-    if effects is None:
-        return {"VALUES": 0, "PADDED_VALUES": 0, "VALUE_PRECISION": ""}
-    values = effects.v.shape[-1]
-    return {
-        "VALUES": values,
-        "PADDED_VALUES": tile_side(values),
-        "VALUE_PRECISION": precision(effects.v.dtype),
-    }
 
 
 def _kernel_totals(found: Totals) -> Known:
@@ -210,10 +175,3 @@ def _effects(region: Region, totals: Totals | None) -> Effects | None:
 
 def _norms(region: Region) -> Tensor | None:
     return None if region.norms is None else region.norms[..., 0].contiguous()
-
-
-def _norm_strides(region: Region) -> tuple[int, int]:
-    if region.norms is None:
-        return 0, 0
-    _, heads, keys, _ = region.norms.shape
-    return heads * keys, keys

@@ -1,7 +1,8 @@
-"""The weight that a policy keeps, where the policy is a mask: Σ p = exp(lse under it − lse).
+"""The weight that a policy keeps, where kernels or masks serve: Σ p = exp(lse under it − lse).
 
 A window is two intervals of keys, and evicted keys are holes in a bias, so the engine that finds
-a map's lse finds theirs, without a loop over what each row keeps.
+a map's lse finds theirs, without a loop over what each row keeps. Of blocks and indices Triton's
+kernels find it.
 """
 
 from __future__ import annotations
@@ -14,26 +15,55 @@ from torch import Tensor
 
 from headwise.core.policies import Evicted, Policy, Window
 from headwise.core.problem import Terms
-from headwise.core.row_sums import RowTotals
+from headwise.core.row_sums import RowResults, RowTotals
+from headwise.engines.sparse_call import fused_recall, fused_rows
 from headwise.maps.backends import backend_for
+from headwise.maps.coverage import Recall
 from headwise.maps.region import Region
 
 
 def kept(region: Region, totals: RowTotals, policy: Policy) -> Tensor | None:
-    """The weight that a policy keeps, (B, Hq, N); None if it is not a mask in linear memory."""
-    masks = _masks(region, policy)
-    if masks is None or region.norms is not None:
+    """The weight that a policy keeps, (B, Hq, N); None if blocks of keys must be searched."""
+    if region.norms is not None:
         return None
     if not all(region.box.shape):
         return torch.zeros_like(totals.lse)
+    masks = _masks(region, policy)
+    if masks is None:
+        terms = region.terms._replace(sinks=None)
+        some = fused_rows(region.q, region.k, region.k[..., :0], terms, policy)
+        return None if some is None else _weight(totals, some[0])
     held = []
     for terms in masks:
         part = replace(region, terms=terms._replace(sinks=None))
         found = backend_for(part).row_totals(part)
         assert isinstance(found, RowTotals)
-        above = found.base - totals.safe_base() + (found.log_total - totals.log_total)
-        held.append(above.masked_fill(found.base == -torch.inf, -torch.inf).exp())
+        held.append(_share(totals, found.base, found.log_total))
     return torch.stack(held).sum(0).clamp_max(1)
+
+
+def recall(region: Region, totals: RowTotals, policy: Policy) -> Recall | None:
+    """What a policy found, against the best choice of as many keys; None as above."""
+    if region.norms is not None or not all(region.box.shape):
+        return None
+    found = fused_recall(region.q, region.k, region.terms, policy)
+    if found is None:
+        return None
+    keys, among, some, most = found
+    best = _weight(totals, most).masked_fill(keys == 0, 0)
+    return Recall(keys, among, _weight(totals, some), best)
+
+
+def _weight(totals: RowTotals, some: RowResults) -> Tensor:
+    """The weight of rows on some of their keys, from the results over those, without sinks."""
+    assert some.log_total is not None
+    return _share(totals, some.max_logit, some.log_total).clamp_max_(1)
+
+
+def _share(totals: RowTotals, base: Tensor, log_total: Tensor) -> Tensor:
+    """Σ p over keys of which the largest logit is `base` and the lse is above it by `log_total`."""
+    above = base - totals.safe_base() + (log_total - totals.log_total)
+    return above.masked_fill(base == -torch.inf, -torch.inf).exp()
 
 
 def _masks(region: Region, policy: Policy) -> list[Terms] | None:

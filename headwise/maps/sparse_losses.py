@@ -19,7 +19,7 @@ from headwise.core.policies import Policy, Window, check_policy, of_heads, of_ro
 from headwise.core.problem import Problem, Terms, without_autocast
 from headwise.core.row_sums import LOG_TOTAL, RowResults
 from headwise.engines.operators import CALL, define
-from headwise.engines.sparse_call import kept_rows
+from headwise.engines.sparse_call import all_rows, kept_rows
 from headwise.engines.streaming.forward_loop import Forward
 from headwise.engines.streaming.loop import Selection
 from headwise.engines.streaming.selection import Joint, select
@@ -118,7 +118,10 @@ def _computed(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
         for policy in within:
             chosen = select(of_rows(policy, rows), q, k, terms)
             around = chosen if around is None else Joint(around, chosen)
-        whole = Forward(q, k, v, terms, LOG_TOTAL, around).run()
+        if around is None:
+            whole = all_rows(q, k, v, terms)
+        else:
+            whole = Forward(q, k, v, terms, LOG_TOTAL, around).run()
         region = Region(q, k, v[..., :0], terms)
         wide = whole.lse.dtype
         found = [coverage_for(region).needed(region, whole.totals(), SHARE).to(wide)]

@@ -147,8 +147,13 @@ def sparse_loops(width: int, dtype: torch.dtype) -> list[Tensor]:
     for kind in ("causal", "both"):
         given = leaves(dtype, (1, 2, N, width), (1, 1, N, width), (1, 1, N, width))
         more = options(kind)
-        out = hw.sparse.attention(*given, hw.sparse.TopK(8), **more)
-        found += [out, *torch.autograd.grad(out.float().sum(), [*given, *learnable(more)])]
+        some = hw.sparse.Indices(torch.randint(0, N, (1, 1, N, 9), device=DEVICE))
+        chosen = () if kind == "both" else (some, hw.sparse.Blocks(16, 3, by="exact"))
+        for policy in (hw.sparse.TopK(8), *chosen):
+            out = hw.sparse.attention(*given, policy, **more)
+            found += [out, *torch.autograd.grad(out.float().sum(), [*given, *learnable(more)])]
+        amap = hw.attention_map(*given[:2], mask=hw.mask.causal())
+        found += [amap.kept(some), *amap.recall(some)]
     return found
 
 
@@ -158,8 +163,9 @@ def index_losses(width: int, dtype: torch.dtype) -> list[Tensor]:
     for kind in ("causal", "both"):
         index = leaves(dtype, (1, 4, N, 64), (1, N, 64))
         index += leaves(torch.bfloat16, (1, 4, N))
-        loss = hw.index_loss(q, k, *index, **of_weights(kind))
-        found += [loss, *torch.autograd.grad(loss, index)]
+        for selected in (None, torch.randint(0, N, (1, N, 9), device=DEVICE)):
+            loss = hw.index_loss(q, k, *index, selected=selected, **of_weights(kind))
+            found += [loss, *torch.autograd.grad(loss, index)]
     return found
 
 

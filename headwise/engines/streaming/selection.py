@@ -107,7 +107,7 @@ def select(policy: Policy, q: Tensor, k: Tensor, terms: Terms) -> Selection:
         return Columns(policy.kept().to(k.device))
     if isinstance(policy, TopK):
         return largest(per_head(policy.k, q.device), q, k, terms)
-    return _BestBlocks(policy, q, k, terms).found()
+    return BestBlocks(policy, q, k, terms).found()
 
 
 def largest(count: Tensor, q: Tensor, k: Tensor, terms: Terms) -> Above:
@@ -115,7 +115,7 @@ def largest(count: Tensor, q: Tensor, k: Tensor, terms: Terms) -> Above:
     return _Largest(count, q, k, terms).found()
 
 
-class _Rows:
+class Rows:
     """Some rows of a unit of heads, and the logits of their keys, block by block."""
 
     def __init__(self, loop: Loop, unit: Unit, rows: slice) -> None:
@@ -160,9 +160,9 @@ class _Choice:
         self.loop = Loop(q, k, k[..., :0], terms)
         self.q, self.keys = q, k.shape[2]
 
-    def row_blocks(self) -> Iterator[_Rows]:
+    def row_blocks(self) -> Iterator[Rows]:
         for unit, rows in self.loop.row_blocks():
-            yield _Rows(self.loop, unit, rows)
+            yield Rows(self.loop, unit, rows)
 
 
 class _Largest(_Choice):
@@ -182,7 +182,7 @@ class _Largest(_Choice):
         above = torch.nextafter(self.least, self.least.new_tensor(torch.inf))
         return Above(self.least, above, self.last, tied)
 
-    def of_rows(self, rows: _Rows) -> bool:
+    def of_rows(self, rows: Rows) -> bool:
         """Find the bounds of some rows; True if one of them has more equal keys than room."""
         if not self.most:
             return False
@@ -215,7 +215,7 @@ class _Largest(_Choice):
         return True
 
 
-class _BestBlocks(_Choice):
+class BestBlocks(_Choice):
     """The blocks of keys that rank highest in each row."""
 
     def __init__(self, policy: Blocks, q: Tensor, k: Tensor, terms: Terms) -> None:
@@ -229,24 +229,33 @@ class _BestBlocks(_Choice):
         self.count = per_head(policy.count, q.device)
         self.blocks = -(-self.keys // policy.size)
         self.most = min(int(self.count.max()), self.blocks)
+        self.k = k
         if self.by == "exact":
-            self.loop.divide_by(row_totals(q, k, terms))
+            self.find_totals()
         else:
             self.least, self.largest = self._summaries(k)
+
+    def find_totals(self) -> None:
+        """Find what turns logits into weights."""
+        self.loop.divide_by(row_totals(self.q, self.k, self.terms))
 
     def found(self) -> Chosen:
         shape = (*self.q.shape[:3], self.most)
         chosen = torch.full(shape, -1, dtype=torch.int32, device=self.q.device)
         for rows in self.row_blocks() if self.most else ():
             scores = self.masses(rows) if self.by == "exact" else self.estimates(rows)
-            best, order = scores.sort(dim=-1, descending=True, stable=True)
-            number = torch.arange(self.most, device=order.device)
-            none = best[..., : self.most] == -torch.inf
-            none |= number >= rows.of_heads(self.count)[..., None]
-            rows.put(chosen, order[..., : self.most].masked_fill(none, -1).int())
+            rows.put(chosen, self.best(rows, scores))
         return Chosen(chosen, self.size)
 
-    def masses(self, rows: _Rows) -> Tensor:
+    def best(self, rows: Rows, scores: Tensor) -> Tensor:
+        """The blocks with the best scores, (b, h, G, R, most) int32; -1 for none."""
+        best, order = scores.sort(dim=-1, descending=True, stable=True)
+        number = torch.arange(self.most, device=order.device)
+        none = best[..., : self.most] == -torch.inf
+        none |= number >= rows.of_heads(self.count)[..., None]
+        return order[..., : self.most].masked_fill(none, -1).int()
+
+    def masses(self, rows: Rows) -> Tensor:
         """The weight of each block, (b, h, G, R, blocks)."""
         loop, unit = self.loop, rows.unit
         scores = self.q.new_zeros(*rows.shape, self.blocks, dtype=loop.blocks.wide)
@@ -256,7 +265,7 @@ class _BestBlocks(_Choice):
             scores.index_add_(-1, (loop.blocks.columns[segment.columns] // self.size).long(), p)
         return scores
 
-    def estimates(self, rows: _Rows) -> Tensor:
+    def estimates(self, rows: Rows) -> Tensor:
         """The scores of each block by its mean key, or by its smallest and largest keys."""
         loop, unit, q = self.loop, rows.unit, rows.q
         least, largest = unit.flat(self.least).mT, unit.flat(self.largest).mT
@@ -270,7 +279,7 @@ class _BestBlocks(_Choice):
         own = own == torch.arange(self.blocks, device=s.device)
         return s.masked_fill(own & (s != -torch.inf), torch.inf)
 
-    def visible(self, rows: _Rows) -> Tensor:
+    def visible(self, rows: Rows) -> Tensor:
         """True for the blocks of which a row sees a key; broadcasts to (b, h, G, R, blocks)."""
         blocks, unit, terms = self.loop.blocks, rows.unit, self.terms
         first = torch.arange(self.blocks, device=self.q.device) * self.size

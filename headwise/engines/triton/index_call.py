@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from headwise.engines.triton.host.map_call import (
     log_totals,
     map_call,
 )
+from headwise.engines.triton.host.marked_rows import marked
 from headwise.engines.triton.host.operands import (
     Operands,
     on,
@@ -28,18 +29,26 @@ from headwise.engines.triton.host.operands import (
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit
 from headwise.engines.triton.kernels.index_loss import Losses, Scorer, index_keys, index_rows
+from headwise.engines.triton.kernels.kept_runs import Marks
 
 Index = tuple[Tensor, ...]  # queries (B, Hi, N, Di), keys (B, M, Di), weights (B, Hi, N)
 
 
-def loss(q: Tensor, k: Tensor, terms: Terms, index: Index) -> tuple[Losses, RowTotals]:
-    """The rows' losses, and the totals of the main heads."""
-    call = map_call(q, k, terms)
-    totals = log_totals(call)
-    figures = q.new_empty(3, q.shape[0], q.shape[2], dtype=torch.float32)
-    rows = Losses(figures[0], figures[1], figures[2], None)
-    _Launch(call, totals, index, rows).rows(None, None)
-    return rows, totals
+def loss(
+    q: Tensor, k: Tensor, terms: Terms, index: Index, selected: Tensor | None
+) -> tuple[list[Tensor], RowTotals]:
+    """The rows' losses, and the totals of the main heads; `selected` (B|1, 1, N, K) or None."""
+    figures, totals = [], []
+    for rows, marks in _marked(selected, q, k):
+        call = map_call(q[:, :, rows], k, terms.of_rows(rows), marks)
+        found = q.new_empty(3, q.shape[0], rows.stop - rows.start, dtype=torch.float32)
+        own = log_totals(call)
+        losses = Losses(found[0], found[1], found[2], None)
+        _Launch(call, own, _of_rows(index, rows), losses).rows(None, None)
+        figures.append(found)
+        totals.append(own)
+    lse, base, log_total = (torch.cat(x, 2) for x in zip(*totals, strict=True))
+    return list(torch.cat(figures, 2)), RowTotals(lse, base, log_total)
 
 
 def gradients(
@@ -47,27 +56,44 @@ def gradients(
     k: Tensor,
     terms: Terms,
     index: Index,
+    selected: Tensor | None,
     totals: RowTotals,
-    rows: tuple[Tensor, Tensor, Tensor],
+    losses: tuple[Tensor, Tensor, Tensor],
     grad: Tensor,
 ) -> Index:
     """The gradients of the indexer's tensors, float32, from those of the rows' losses (B, N)."""
-    launch = _Launch(map_call(q, k, terms), totals, index, Losses(*rows, grad.float()))
-    found = (
-        torch.zeros_like(index[0], dtype=torch.float32, memory_format=torch.contiguous_format),
-        torch.empty_like(index[1], dtype=torch.float32, memory_format=torch.contiguous_format),
-        torch.zeros_like(index[2], dtype=torch.float32, memory_format=torch.contiguous_format),
-    )
-    launch.rows(found[0], found[2])
-    launch.keys(found[1])
-    return found
+    parts: list[Index] = []
+    for rows, marks in _marked(selected, q, k):
+        call = map_call(q[:, :, rows], k, terms.of_rows(rows), marks)
+        own = RowTotals(*(x[:, :, rows] for x in totals))
+        some = _of_rows(index, rows)
+        given = Losses(*(x[:, rows].contiguous() for x in (*losses, grad.float())))
+        launch = _Launch(call, own, some, given)
+        found = tuple(x.new_zeros(x.shape, dtype=torch.float32) for x in some)
+        launch.rows(found[0], found[2])
+        launch.keys(found[1])
+        parts.append(found)
+    queries, keys, weights = zip(*parts, strict=True)
+    return torch.cat(queries, 2), torch.stack(keys).sum(0), torch.cat(weights, 2)
+
+
+def _marked(selected: Tensor | None, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Marks | None]]:
+    """Rows, and the marks of their selected keys, if not all are."""
+    if selected is None:
+        return iter([(slice(0, q.shape[2]), None)])
+    return marked(selected, 1, q.shape[2], k.shape[2])
+
+
+def _of_rows(index: Index, rows: slice) -> Index:
+    return index[0][:, :, rows], index[1], index[2][:, :, rows]
 
 
 class _Launch:
     """The launches of one call."""
 
     def __init__(self, call: Operands, totals: RowTotals, index: Index, rows: Losses) -> None:
-        self.call, self.totals = call, known_totals(totals)
+        self.call = call
+        self.totals = known_totals(RowTotals(*(x.contiguous() for x in totals)))
         self.given = Scorer(*(x.contiguous() for x in widened(*index)))
         self.figures = rows
         self.heads = call.q.shape[1], index[0].shape[1]

@@ -30,6 +30,7 @@ from headwise.engines.triton.kernels.grad_keys import grad_keys, row_blocks
 from headwise.engines.triton.kernels.grad_queries import RowSums, grad_queries
 from headwise.engines.triton.kernels.grad_small import grad_bias, grad_distance
 from headwise.engines.triton.kernels.gradients import WHOLE, Rows, fill_rows
+from headwise.engines.triton.kernels.kept_runs import Marks
 from headwise.engines.triton.kernels.maps.map_held import Bounds
 
 
@@ -40,10 +41,11 @@ def differentiate_dot(
     terms: Terms,
     given: BackwardInputs,
     largest: Bounds | None = None,
+    marks: Marks | None = None,
 ) -> Gradients:
     """Return the gradients of every input from those of out, lse and entropy."""
     with on(q.device):
-        call = BackwardCall(q, k, v, terms, given.out, given.grad_out, largest)
+        call = BackwardCall(q, k, v, terms, given.out, given.grad_out, largest, marks)
         share = sink_share(terms.sinks, given.totals)
         rows = call.numbers(given.out, given.totals)
         _, grad_sinks = given.row_constants(rows.shared[..., : call.rows], share)
@@ -77,9 +79,10 @@ class BackwardCall:
         out: Tensor,
         grad_out: Tensor,
         largest: Bounds | None,
+        marks: Marks | None,
     ) -> None:
         self.start = Launches().start
-        self.operands: Operands = operands(q, k, v, terms, largest)
+        self.operands: Operands = operands(q, k, v, terms, largest, marks)
         self.grad_out, step = loadable(grad_out)
         q_steps, k_steps, v_steps = self.operands.steps
         self.steps = q_steps, step, k_steps, v_steps
@@ -117,7 +120,7 @@ class BackwardCall:
         """Launch "queries" or "keys" with a shape that fits."""
         x = self.operands.q
         kind = "capped " if self.flags["CAP"] else ""
-        if loads_pairs(self.operands.terms):
+        if loads_pairs(self.operands.given):
             kind = "biased "
         fit(kind + kernel, self.wide, x.itemsize, card(x.device), launch)
 

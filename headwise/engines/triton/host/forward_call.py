@@ -21,6 +21,7 @@ from headwise.engines.triton.host.operands import (
 from headwise.engines.triton.host.tile_shapes import Shape, fit, loads_pairs
 from headwise.engines.triton.host.tile_shapes import shape as shape_of
 from headwise.engines.triton.kernels.forward import forward
+from headwise.engines.triton.kernels.kept_runs import Marks
 from headwise.engines.triton.kernels.maps.map_held import Bounds
 
 NO_MOMENTS: dict[str, None] = dict.fromkeys(("logit_mean", "logit_var", "visible"))
@@ -35,20 +36,21 @@ def run_forward(
     terms: Terms,
     wants: int,
     largest: Bounds | None = None,
+    marks: Marks | None = None,
 ) -> RowResults:
-    """Return the output and the results that `wants` names, perhaps over the largest keys only."""
+    """Return the output and the results that `wants` names, perhaps over some keys only."""
     found = launches.empty_results(q, v, wants)
     if found.lse.numel() == 0:
         return found
     valued = v.shape[-1] > 0  # if not, no values are loaded: the keys only stand in for them
-    call = operands(q, k, v if valued else k, terms, largest)
+    call = operands(q, k, v if valued else k, terms, largest, marks)
     flags = call.flags()
     wide = max(flags["PADDED"], flags["PADDED_VALUES"])
     kernel = "capped" if terms.softcap else "forward"
     rows = shape_of(kernel, wide, q.itemsize, card(q.device)).rows
     if narrow(terms) or q.shape[2] <= FEW_ROWS < rows:
         kernel = "narrow"
-    if loads_pairs(terms):
+    if loads_pairs(call.given):
         kernel = "biased"
     written = found.rows()
     cut = cut_of(call) if wants & MOMENTS else None

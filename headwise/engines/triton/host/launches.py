@@ -177,7 +177,7 @@ def kind_of(call: Operands, tensors: tuple[Tensor | None, ...], *more: object) -
     """
     given, sizes = call.given, call.sizes
     extras = (given.bias, given.dense, given.slopes, given.relative, given.sinks, given.seed)
-    if any(x is not None for x in (*extras, given.least)) or None in call.steps:
+    if any(x is not None for x in (*extras, given.least, given.words)) or None in call.steps:
         return None
     numbers = (sizes.first_key, sizes.shift, sizes.low, sizes.high, sizes.interval_step)
     if any(abs(x) >= WORD for x in (*numbers, sizes.interval_batch, sizes.interval_head)):

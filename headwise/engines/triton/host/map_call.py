@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +24,42 @@ from headwise.engines.triton.host.operands import (
     widened,
 )
 from headwise.engines.triton.host.tile_shapes import Shape, fit
+from headwise.engines.triton.kernels.kept_runs import Marks
 from headwise.engines.triton.kernels.maps import map_lse
-from headwise.engines.triton.kernels.maps.map_cells import Effects
+from headwise.engines.triton.kernels.maps.map_cells import Effects, cells
 from headwise.engines.triton.kernels.maps.map_cells import Totals as Known
 from headwise.engines.triton.kernels.maps.map_held import Bounds, held
 
 CUTS = 8  # of the range of logarithms in one pass over the keys
 
 
-def map_call(q: Tensor, k: Tensor, terms: Terms) -> Operands:
+@dataclass(frozen=True)
+class Side:
+    """The cells along an axis of a map."""
+
+    cells: int
+    width: int  # positions per cell; 0 if they are evenly divided
+    widest: int
+
+    def cut(self, block: int) -> tuple[int, int, int]:
+        """The division of a tile's side among cells: part of a cell, groups of cells, steps.
+
+        The largest part that leaves almost nothing of a tile unused.
+        """
+        found = {}
+        part = 1
+        while part <= block:
+            found[part] = -(-self.cells * part // block), -(-self.widest // part)
+            part *= 2
+        least = min(groups * steps for groups, steps in found.values())
+        part = max(p for p, (groups, steps) in found.items() if groups * steps <= 1.03 * least)
+        return part, *found[part]
+
+
+def map_call(q: Tensor, k: Tensor, terms: Terms, marks: Marks | None = None) -> Operands:
     """The tensors and sizes of a call as map kernels take them."""
     q, k = widened(q, k)
-    return operands(q, k, k, terms)
+    return operands(q, k, k, terms, None, marks)
 
 
 def flags(call: Operands) -> dict[str, object]:
@@ -86,6 +111,50 @@ def log_totals(call: Operands) -> RowTotals:
 
     fit_map(call, launch)
     return RowTotals(*sums)
+
+
+def reduce_cells(
+    call: Operands,
+    totals: Known,
+    out: Tensor,
+    rows: Side,
+    keys: Side,
+    largest: bool = False,
+    effects: Effects | None = None,
+    norms: Tensor | None = None,
+) -> None:
+    """Write the sum or the largest of each cell's weights or effects, (B, Hq, cells, cells)."""
+    batch, heads = out.shape[:2]
+
+    def launch(shape: Shape) -> None:
+        row_part, row_groups, row_steps = rows.cut(shape.rows)
+        key_part, key_groups, key_steps = keys.cut(shape.keys)
+        cells[(row_groups * key_groups, heads, batch)](
+            call.q, call.k, norms, totals, effects, out, outer_strides(call.q),
+            outer_strides(call.k), call.given, *call.sizes, rows.cells, keys.cells, rows.width,
+            keys.width, row_steps, key_steps, *norm_strides(norms), ROW_PART=row_part,
+            KEY_PART=key_part, LARGEST=largest, **constants(shape), **flags(call),
+            **value_flags(effects),
+        )  # fmt: skip
+
+    fit_map(call, launch, effects)
+
+
+def value_flags(effects: Effects | None) -> dict[str, object]:
+    """The constants of the second product, of gradients and values."""
+    if effects is None:
+        return {"VALUES": 0, "PADDED_VALUES": 0, "VALUE_PRECISION": ""}
+    values = effects.v.shape[-1]
+    return {
+        "VALUES": values,
+        "PADDED_VALUES": tile_side(values),
+        "VALUE_PRECISION": precision(effects.v.dtype),
+    }
+
+
+def norm_strides(norms: Tensor | None) -> tuple[int, int]:
+    """The strides of batch and head in the factors of keys, contiguous (B, Hkv, M)."""
+    return (0, 0) if norms is None else (norms.stride(0), norms.stride(1))
 
 
 def run_held(

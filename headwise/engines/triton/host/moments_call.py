@@ -58,7 +58,8 @@ def cut_of(call: Operands, least_keys: int | None = None) -> Cut | None:
     `least_keys` replaces LEAST_KEYS, the keys that a row must see per head dimension.
     """
     q, terms, sizes = call.q, call.terms, call.sizes
-    if not terms.plain or terms.intervals is not None or terms.dense is not None:
+    looped = call.chooses or terms.intervals is not None or terms.dense is not None
+    if not terms.plain or looped:
         return None
     if sizes.low > 1 - sizes.queries or sizes.queries - 1 + sizes.high < 1:
         return None  # a window, or no visible key

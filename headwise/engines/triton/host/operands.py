@@ -17,6 +17,7 @@ from headwise.core.intervals import FURTHEST
 from headwise.core.problem import Terms
 from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.kernels.interpreter import INTERPRETING
+from headwise.engines.triton.kernels.kept_runs import Marks
 from headwise.engines.triton.kernels.maps.map_held import Bounds
 from headwise.engines.triton.kernels.tile import Given, Sizes
 
@@ -42,13 +43,19 @@ class Operands:
         """The padded widths of a tile of keys and a tile of values."""
         return pad(self.q), pad(self.v)
 
+    @property
+    def chooses(self) -> bool:
+        """True if each row keeps some of the keys that it sees."""
+        return self.given.least is not None or self.given.words is not None
+
     def flags(self) -> dict[str, Any]:
         """The compile-time switches that forward and backward share."""
         terms = self.terms
         width, values = self.padded
-        added = (terms.additive, terms.bias, terms.slopes, terms.relative, self.given.least)
+        added = (terms.additive, terms.bias, terms.slopes, terms.relative)
         # The maximum may be taken before a positive factor only, and its product must be finite.
         plain = 1e-6 < (terms.softcap or terms.scale) < 1e6 and all(x is None for x in added)
+        plain = plain and not self.chooses
         return {
             "WIDTH": self.q.shape[-1],
             "VALUES": self.v.shape[-1],
@@ -102,9 +109,17 @@ def narrow(terms: Terms) -> bool:
 
 
 def operands(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, largest: Bounds | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    largest: Bounds | None = None,
+    marks: Marks | None = None,
 ) -> Operands:
-    """Gather the arguments of a call's kernels; `largest`: each row keeps only its largest keys."""
+    """Gather the arguments of a call's kernels.
+
+    `largest`, `marks`: each row keeps only its largest keys, or those that are marked.
+    """
     (q, q_steps), (k, k_steps), (v, v_steps) = loadable(q), loadable(k), loadable(v)
     intervals = None if terms.intervals is None else terms.intervals.contiguous()
     step = batch = head = 0
@@ -134,6 +149,9 @@ def operands(
         None if largest is None else largest.above,
         None if largest is None else largest.last,
         None if largest is None else largest.least.stride()[:2],
+        None if marks is None else marks.words,
+        None if marks is None else broadcast_strides(marks.words)[:3],
+        None if marks is None else marks.run,
     )
     sizes = Sizes(
         q.shape[2],

@@ -194,7 +194,8 @@ def smaller(large: Shape) -> Shape | None:
 
 def loads_pairs(terms: Terms | Given) -> bool:
     """Return whether a kernel loads data for each pair, which takes shared memory too."""
-    return not (terms.bias is None and terms.dense is None and terms.relative is None)
+    pairs = terms.bias, terms.dense, terms.relative, getattr(terms, "words", None)
+    return any(x is not None for x in pairs)
 
 
 def use(kernel: str, width: int, itemsize: int, card: Card, chosen: Shape) -> None:

@@ -99,7 +99,7 @@ def absorb(
     if written.logit_mean is not None and not APART:
         # About the running maximum, which is at most √n deviations from the mean.
         found = tl.full(m.shape, KEYS, tl.float32)
-        if MASKED or t.bias is not None or t.least is not None:
+        if MASKED or t.bias is not None or t.least is not None or t.words is not None:
             there = s != NOTHING
             found = tl.sum(there.to(tl.float32), 1)
             e = tl.where(there, e, 0.0)

@@ -17,7 +17,7 @@ from headwise.engines.triton.kernels.tile import (
     bend,
     dense_seen,
     interval,
-    largest_only,
+    kept_only,
     load_tile,
     positions,
     row_hash,
@@ -89,8 +89,7 @@ def grad_bias(
         seen = visible(t, z, b, h, i[:, None], j[None, :], i[:, None], PIECES)
         s, _ = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP)
         s = tl.where(seen, s, NOTHING)
-        if t.least is not None:
-            s = largest_only(s, t, z, b, h, i[:, None], j[None, :])
+        s = kept_only(s, t, z, b, h, i[:, None], j[None, :])
         dp = tl.where(seen, dp, 0.0)
         _, ds, _ = weigh(
             s, s, dp, t, z, rows, j[None, :], hashed[:, None], base[:, None], rest[:, None],
@@ -152,8 +151,7 @@ def grad_distance(
         base, rest, shared, entropy = row_numbers(rows, line, i)
         s, _ = bend(s, t, z, b, h, i, tl.maximum(j, 0), position, CAP)
         s = tl.where(seen, s, NOTHING)
-        if t.least is not None:
-            s = largest_only(s, t, z, b, h, i, j)
+        s = kept_only(s, t, z, b, h, i, j)
         _, ds, _ = weigh(s, s, dp, t, z, rows, j, hashed, base, rest, shared, entropy, CAP)
         total += ds
     place = (b * heads + h).to(tl.int64) * (2 * z.reach + 1) + number + 1

@@ -25,6 +25,7 @@ from headwise.engines.triton.kernels.tile import (
     NOTHING,
     Sizes,
     interval,
+    marked,
     positions,
 )
 
@@ -60,6 +61,13 @@ def seen_keys(t, z, heads, b, i, PIECES: tl.constexpr):
                 begin = tl.minimum(begin, tl.min(tl.where(empty, z.keys, first), 0))
                 end = tl.maximum(end, tl.max(tl.where(empty, 0, last), 0))
     return begin, end
+
+
+@triton.jit
+def any_marked(t, z, b, i, j):
+    """Return whether any row of a tile keeps any of its keys; all heads keep the same."""
+    here = marked(t, z, b, tl.program_id(1), i[:, None], j[None, :])
+    return tl.max(tl.max(here.to(tl.int32), 1), 0) > 0
 
 
 @triton.jit
@@ -149,38 +157,42 @@ def index_rows(
     width = tl.arange(0, PADDED_WIDE)[None, :]
     for n in tl.range(0, tl.maximum(tl.cdiv(end - begin, KEYS), 0)):
         j = begin + n * KEYS + tl.arange(0, KEYS)
-        target, scores, tile_k = tile_of(
-            q, k, totals, x, qs, ks, t, z, main_heads, index_heads, b, i, here, j, WIDTH, PADDED,
-            PRECISION, PIECES, CAP, WIDE, PADDED_WIDE, INDEX_PRECISION,
-        )  # fmt: skip
-        if grad_q is None:
-            mass += tl.sum(target, 1)
-            logs = tl.log2(tl.where(target > 0.0, target, 1.0))
-            surprise += tl.sum(target * logs, 1) * LN2
-            cross += tl.sum(target * tl.where(scores == NOTHING, 0.0, scores), 1)
-            top = tl.maximum(highest, tl.max(scores, 1))
-            base = tl.where(top == NOTHING, 0.0, top)
-            total = total * tl.exp2((highest - base) * LOG2E)
-            total += tl.sum(tl.exp2((scores - base[:, None]) * LOG2E), 1)
-            highest = top
-        else:
-            slope = slope_of(target, scores, rows, line, here)
-            for m in tl.range(0, index_heads):
-                h = tl.program_id(0) * 0 + m
-                found, _tile, weights = product_of(
-                    x, tile_k, z, index_heads, b, h, i, here, WIDE, PADDED_WIDE, INDEX_PRECISION
-                )
-                each = tl.where(found > 0.0, slope * weights[:, None], 0.0).to(tile_k.dtype)
-                at = (b * index_heads + h).to(tl.int64) * queries + i
-                place = grad_q + at[:, None] * WIDE + width
-                inside = here[:, None] & (width < WIDE)
-                sums = tl.load(place, mask=inside, other=0.0)
-                sums += tl.dot(each, tile_k, input_precision=INDEX_PRECISION)
-                tl.store(place, sums, mask=inside)
-                more = tl.load(grad_weights + at, mask=here, other=0.0)
-                more += tl.sum(tl.maximum(found, 0.0) * slope, 1)
-                tl.store(grad_weights + at, more, mask=here)
-            tl.debug_barrier()  # the next tile reads these sums
+        some = n >= 0
+        if t.words is not None:
+            some = any_marked(t, z, b, i, j)
+        if some:
+            target, scores, tile_k = tile_of(
+                q, k, totals, x, qs, ks, t, z, main_heads, index_heads, b, i, here, j, WIDTH,
+                PADDED, PRECISION, PIECES, CAP, WIDE, PADDED_WIDE, INDEX_PRECISION,
+            )  # fmt: skip
+            if grad_q is None:
+                mass += tl.sum(target, 1)
+                logs = tl.log2(tl.where(target > 0.0, target, 1.0))
+                surprise += tl.sum(target * logs, 1) * LN2
+                cross += tl.sum(target * tl.where(scores == NOTHING, 0.0, scores), 1)
+                top = tl.maximum(highest, tl.max(scores, 1))
+                base = tl.where(top == NOTHING, 0.0, top)
+                total = total * tl.exp2((highest - base) * LOG2E)
+                total += tl.sum(tl.exp2((scores - base[:, None]) * LOG2E), 1)
+                highest = top
+            else:
+                slope = slope_of(target, scores, rows, line, here)
+                for m in tl.range(0, index_heads):
+                    h = tl.program_id(0) * 0 + m
+                    found, _tile, weights = product_of(
+                        x, tile_k, z, index_heads, b, h, i, here, WIDE, PADDED_WIDE, INDEX_PRECISION
+                    )
+                    each = tl.where(found > 0.0, slope * weights[:, None], 0.0).to(tile_k.dtype)
+                    at = (b * index_heads + h).to(tl.int64) * queries + i
+                    place = grad_q + at[:, None] * WIDE + width
+                    inside = here[:, None] & (width < WIDE)
+                    sums = tl.load(place, mask=inside, other=0.0)
+                    sums += tl.dot(each, tile_k, input_precision=INDEX_PRECISION)
+                    tl.store(place, sums, mask=inside)
+                    more = tl.load(grad_weights + at, mask=here, other=0.0)
+                    more += tl.sum(tl.maximum(found, 0.0) * slope, 1)
+                    tl.store(grad_weights + at, more, mask=here)
+                tl.debug_barrier()  # the next tile reads these sums
     if grad_q is None:
         empty = (mass == 0.0) | (total == 0.0)
         safe = tl.where(empty, 1.0, mass)
@@ -214,7 +226,10 @@ def index_keys(
         here = i < queries
         i = tl.minimum(i, queries - 1)
         begin, end = seen_keys(t, z, main_heads, b, i, PIECES)
-        if (begin < j0 + KEYS) & (end > j0):
+        some = (begin < j0 + KEYS) & (end > j0)
+        if t.words is not None:
+            some = some & any_marked(t, z, b, i, j)
+        if some:
             line = b.to(tl.int64) * queries + i
             target, scores, tile_k = tile_of(
                 q, k, totals, x, qs, ks, t, z, main_heads, index_heads, b, i, here, j, WIDTH,

@@ -40,6 +40,9 @@ class Given(NamedTuple):
     above: Tensor | None = None  # (B, Hq, N) float32: of those below it, keys up to `last`
     last: Tensor | None = None  # (B, Hq, N) int32
     row_strides: tuple[int, ...] | None = None  # of batch and head in these three
+    words: Tensor | None = None  # (B|1, Hq|1, N|1, W) int32: a bit for each run that a row keeps
+    word_strides: tuple[int, ...] | None = None
+    run: int | None = None  # keys per bit
 
 
 class Sizes(NamedTuple):
@@ -209,18 +212,30 @@ def logits(
             # one comparison instead of two: as unsigned, a negative difference is large
             length = tl.maximum(last - first, 0).to(tl.uint32)
             s = tl.where((j - first).to(tl.uint32) < length, s, NOTHING)
-    if t.least is not None:
-        s = largest_only(s, t, z, b, h, i, j)
-    return s, bent
+    return kept_only(s, t, z, b, h, i, j), bent
 
 
 @triton.jit
-def largest_only(s, t, z, b, h, i, j):
+def kept_only(s, t, z, b, h, i, j):
     """Hide logits that are not among those that their row keeps; NaN stays."""
-    line = b.to(tl.int64) * t.row_strides[0] + h.to(tl.int64) * t.row_strides[1]
-    line += tl.minimum(i, z.queries - 1)
-    late = (s < tl.load(t.above + line)) & (j > tl.load(t.last + line))
-    return tl.where((s < tl.load(t.least + line)) | late, NOTHING, s)
+    if t.least is not None:
+        line = b.to(tl.int64) * t.row_strides[0] + h.to(tl.int64) * t.row_strides[1]
+        line += tl.minimum(i, z.queries - 1)
+        late = (s < tl.load(t.above + line)) & (j > tl.load(t.last + line))
+        s = tl.where((s < tl.load(t.least + line)) | late, NOTHING, s)
+    if t.words is not None:
+        s = tl.where(marked(t, z, b, h, i, j), s, NOTHING)
+    return s
+
+
+@triton.jit
+def marked(t, z, b, h, i, j):
+    """Return True where the bit of key j is set for row i."""
+    line = b.to(tl.int64) * t.word_strides[0] + h.to(tl.int64) * t.word_strides[1]
+    line += tl.minimum(i, z.queries - 1).to(tl.int64) * t.word_strides[2]
+    number = j // t.run
+    word = tl.load(t.words + line + (number >> 5), mask=(j >= 0) & (j < z.keys) & (i >= 0), other=0)
+    return ((word >> (number & 31)) & 1) != 0
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from headwise.engines.triton.kernels.tile import (
     bend,
     dense_seen,
     interval,
+    marked,
     positions,
 )
 
@@ -77,6 +78,8 @@ def seen_pairs(t, z, b, h, i, j, PIECES: tl.constexpr):
     if PIECES == 2:
         first, last = interval(t, z, 1, b, h, i)
         seen = seen | ((j >= first) & (j < last))
+    if t.words is not None:
+        seen = seen & marked(t, z, b, h, i, j)
     return seen
 
 
