@@ -69,7 +69,8 @@ class BackwardInputs(NamedTuple):
         def cut(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[:, :, rows]
 
-        out, totals = self.out[:, :, rows], RowTotals(*(x[:, :, rows] for x in self.totals))
+        totals = RowTotals(*(x[:, :, rows].contiguous() for x in self.totals))
+        out = self.out[:, :, rows]
         grads = cut(self.entropy), self.grad_out[:, :, rows], cut(self.grad_lse)
         return BackwardInputs(out, totals, *grads, cut(self.grad_entropy), self.bias_learns)
 

@@ -17,7 +17,7 @@ from headwise.core.problem import Problem, restate, without_dropout
 from headwise.maps.attention_map import AttentionMap
 from headwise.maps.backends import backend_for
 from headwise.maps.effect_totals import EffectTotals, PeakSums, Sums, Whole
-from headwise.maps.lazy_map import LazyMap, check_rows, refuse_vmap
+from headwise.maps.lazy_map import LIMIT, LazyMap, check_rows, refuse_vmap
 from headwise.maps.pooling import Cells, Gather, Reduction
 from headwise.maps.region import Box, Region
 from headwise.maps.row_totals import LazyTotals
@@ -98,7 +98,7 @@ class EffectMap(LazyMap):
         <EffectMap 1 × 2 × 2 × 100>
         """
         region = self.region.at(rows)
-        return self._with(region, LazyTotals.of(region))
+        return self._with(region, self._totals.of_rows(region, rows))
 
     def totals(self) -> EffectTotals:
         """The totals of every row, (B, Hq, N) each, such as grad · out.
@@ -188,15 +188,26 @@ class EffectMap(LazyMap):
             raise self._error("count must be an integer, at least 1", f".largest({count!r})")
         # The largest edges are in the rows whose largest edge is largest.
         _, places = largest_of(self.row_largest().flatten(), count)
-        shape = self.shape[:3]
-        rows = [tuple(int(x) for x in place) for place in _unraveled(places, shape).tolist()]
-        effects = [self[b, h, i] for b, h, i in rows]
-        where = self._region.q.new_tensor(rows, dtype=torch.int64).view(-1, 3)
+        rows = _unraveled(places, self.shape[:3])
+        effects, where = [], []
+        for b, h in rows[:, :2].unique(dim=0).tolist():
+            own = rows[(rows[:, 0] == b) & (rows[:, 1] == h)]
+            for some in own.split(max(1, LIMIT // max(1, self.shape[3]))):
+                found, at = self._largest_of_rows(some, count)
+                effects.append(found)
+                where.append(at)
         if not effects:
-            return self._region.q.new_zeros(0, dtype=self.dtype), where.new_zeros(0, 4)
-        found, at = largest_of(torch.stack(effects).flatten(), count)
+            return self._region.q.new_zeros(0, dtype=self.dtype), rows.new_zeros(0, 4)
+        found, at = largest_of(torch.cat(effects), count)
+        return found, torch.cat(where)[at]
+
+    def _largest_of_rows(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The same of some rows of one head, (n, 3) places."""
+        b, h, _ = rows[0].tolist()
+        numbers = self.head(b, h).at(rows[:, 2])[0, 0]
+        found, at = largest_of(numbers.flatten(), count)
         keys = self.shape[3]
-        return found, torch.cat([where[at // keys], (at % keys)[:, None]], -1)
+        return found, torch.cat([rows[at // keys], (at % keys)[:, None]], -1)
 
     def row_largest(self) -> Tensor:
         """The effect of the largest magnitude of each row, (B, Hq, N).

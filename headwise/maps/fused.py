@@ -74,7 +74,9 @@ def pool(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reductio
     """One number for each cell, (B, Hq, row cells, key cells)."""
     out = _reduce(region, totals, rows, keys, how)
     if how == "mean":
-        out /= out.new_tensor(rows.widths)[:, None] * out.new_tensor(keys.widths)
+        for cells, shape in ((rows, (-1, 1)), (keys, (-1,))):
+            even = isinstance(cells.edges, range)
+            out /= cells.width if even else out.new_tensor(cells.widths).view(shape)
     return out
 
 
@@ -140,7 +142,7 @@ def _reduce(region: Region, totals: Totals, rows: Cells, keys: Cells, how: Reduc
     out = region.q.new_zeros(batch, heads, len(rows), len(keys), dtype=torch.float32)
     if not all(region.box.shape):
         return out
-    one, two = (Side(len(axis), axis.width, max(axis.widths)) for axis in (rows, keys))
+    one, two = (Side(len(axis), axis.width, axis.widest) for axis in (rows, keys))
     reduce_cells(
         _call_of(region), _kernel_totals(totals), out, one, two, how in ("max", "furthest"),
         _effects(region, totals), _norms(region),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -22,11 +24,22 @@ Reduction = Literal["mean", "max", "sum", "furthest"]
 class Cells:
     """The cells of an axis: cell c holds the positions edges[c] <= i < edges[c + 1]."""
 
-    def __init__(self, edges: list[int]) -> None:
-        self.edges = edges
-        self.widths = [last - first for first, last in pairwise(edges)]
-        regular = len(set(self.widths[:-1])) <= 1 and self.widths[-1:] <= self.widths[:1]
-        self.width = self.widths[0] if regular and self.widths else 0  # 0 if they differ
+    def __init__(self, edges: Sequence[int]) -> None:
+        self.edges = edges  # a range if all are equally wide: there may be one cell per position
+        self.width = edges.step if isinstance(edges, range) else 0  # 0 if they differ
+        if not self.width and self.widths:
+            regular = len(set(self.widths[:-1])) <= 1 and self.widths[-1] <= self.widths[0]
+            self.width = self.widths[0] if regular else 0
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """The number of positions of each cell."""
+        return [last - first for first, last in pairwise(self.edges)]
+
+    @property
+    def widest(self) -> int:
+        """The most positions of a cell."""
+        return self.width or max(self.widths)
 
     @staticmethod
     def evenly(n: int, size: int) -> Cells:
@@ -37,10 +50,10 @@ class Cells:
     @staticmethod
     def every(n: int, width: int) -> Cells:
         """Cells of `width` positions; the last holds what is left."""
-        return Cells([*range(0, n, width), n])
+        return Cells(range(0, n + 1, width) if n % width == 0 else [*range(0, n, width), n])
 
     def __len__(self) -> int:
-        return len(self.widths)
+        return len(self.edges) - 1
 
     def touched(self, part: slice) -> slice:
         """The cells that overlap the part."""

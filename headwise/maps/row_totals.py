@@ -39,6 +39,11 @@ class LazyTotals:
         """The same for some heads: views, so that both know what one of them computes."""
         return LazyTotals(self.region.cut(box), self._part(box), _part(self.known, box))
 
+    def of_rows(self, region: Region, rows: Tensor) -> LazyTotals:
+        """The totals of some rows, by their numbers, as far as they are known; their `region`."""
+        totals = type(self.totals)(*(x.index_select(2, rows) for x in self.totals))
+        return LazyTotals(region, totals, self.known.index_select(2, rows))
+
     def at(self, box: Box) -> Totals:
         """The totals of a box's rows, (B, Hq, N) each."""
         unknown = _part(self.known, box).logical_not()

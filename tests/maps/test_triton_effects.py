@@ -75,11 +75,13 @@ def test_a_gradient_of_another_dtype_is_taken_as_it_is() -> None:
 
 
 def test_all_heads_are_pooled_in_one_pair_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headwise.engines.triton.host import map_call
     from headwise.maps import fused as kernels
 
     launched = []
     fit = kernels.fit_map
-    monkeypatch.setattr(kernels, "fit_map", lambda *given: (launched.append(1), fit(*given)))
+    for module in (kernels, map_call):
+        monkeypatch.setattr(module, "fit_map", lambda *given: (launched.append(1), fit(*given)))
     q, k, v, grad = (torch.randn(1, 3, 20, 16, device=DEVICE) for _ in range(4))
     emap = hw.effect_map(q, k, v, grad, mask=hw.mask.causal())
     pooled = emap.pool(4, how="max")

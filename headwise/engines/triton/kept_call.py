@@ -163,7 +163,7 @@ class _FusedBlocks(BestBlocks):
     def masses(self, rows: Rows) -> Tensor:
         q = self.q[:, :, rows.rows]
         call = map_call(q, self.k, self.terms.of_rows(rows.rows))
-        out = q.new_empty(*q.shape[:3], self.blocks, dtype=torch.float32)
+        out = q.new_zeros(*q.shape[:3], self.blocks, dtype=torch.float32)
         keys = Side(self.blocks, self.size, min(self.size, self.keys))
         reduce_cells(call, known_totals(log_totals(call)), out, Side(q.shape[2], 1, 1), keys)
         return self.loop.blocks.grouped(out)

@@ -30,6 +30,7 @@ from headwise.engines.triton.kernels.maps.map_cells import Effects, cells
 from headwise.engines.triton.kernels.maps.map_cells import Totals as Known
 from headwise.engines.triton.kernels.maps.map_held import Bounds, held
 
+PROGRAMS = 1024  # that keep a large GPU busy, a few for each of its multiprocessors
 CUTS = 8  # of the range of logarithms in one pass over the keys
 
 
@@ -123,18 +124,25 @@ def reduce_cells(
     effects: Effects | None = None,
     norms: Tensor | None = None,
 ) -> None:
-    """Write the sum or the largest of each cell's weights or effects, (B, Hq, cells, cells)."""
+    """Write the sum or the largest of each cell's weights or effects, (B, Hq, cells, cells).
+
+    `out` is zero: cells that no row sees may stay as they are.
+    """
     batch, heads = out.shape[:2]
 
     def launch(shape: Shape) -> None:
         row_part, row_groups, row_steps = rows.cut(shape.rows)
         key_part, key_groups, key_steps = keys.cut(shape.keys)
-        cells[(row_groups * key_groups, heads, batch)](
+        striped = row_steps == 1
+        stripes = key_groups
+        if striped:
+            stripes = min(key_groups, max(1, PROGRAMS // (row_groups * heads * batch)))
+        cells[(row_groups * stripes, heads, batch)](
             call.q, call.k, norms, totals, effects, out, outer_strides(call.q),
             outer_strides(call.k), call.given, *call.sizes, rows.cells, keys.cells, rows.width,
-            keys.width, row_steps, key_steps, *norm_strides(norms), ROW_PART=row_part,
+            keys.width, row_steps, key_steps, stripes, *norm_strides(norms), ROW_PART=row_part,
             KEY_PART=key_part, LARGEST=largest, **constants(shape), **flags(call),
-            **value_flags(effects),
+            **value_flags(effects), STRIPED=striped,
         )  # fmt: skip
 
     fit_map(call, launch, effects)

@@ -29,6 +29,7 @@ from headwise.engines.triton.kernels.tile import (
     interval,
     marked,
     positions,
+    reciprocal,
 )
 
 
@@ -59,6 +60,13 @@ def edge_of(cell, count, length, width):
 
 
 @triton.jit
+def cell_of(place, count, length, width):
+    """Return a cell that begins at or before a position, and ends after it or just there."""
+    even = (place.to(tl.int64) * count // tl.maximum(length, 1)).to(tl.int32)
+    return tl.where(width > 0, place // tl.maximum(width, 1), even)
+
+
+@triton.jit
 def rows_of(x, start, row_step, at, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Load x[at], (rows, PADDED); zeros outside."""
     column = tl.arange(0, PADDED)
@@ -81,6 +89,20 @@ def seen_pairs(t, z, b, h, i, j, PIECES: tl.constexpr):
     if t.words is not None:
         seen = seen & marked(t, z, b, h, i, j)
     return seen
+
+
+@triton.jit
+def seen_range(t, z, b, h, i, inside, PIECES: tl.constexpr):
+    """Return the first key that any of the rows sees, and the one after the last."""
+    begin, end = z.keys * 0, z.keys
+    if PIECES > 0:
+        begin, end = z.keys, z.keys * 0
+        for piece in tl.static_range(PIECES):
+            first, last = interval(t, z, piece, b, h, i)
+            empty = (first >= last) | (inside == 0)
+            begin = tl.minimum(begin, tl.min(tl.where(empty, z.keys, first), 0))
+            end = tl.maximum(end, tl.max(tl.where(empty, 0, last), 0))
+    return begin, end
 
 
 @triton.jit
@@ -147,7 +169,7 @@ def effects(e, c, marks, at):
     """Return p/(1 - p) · (grad · out - c) for log2 of p and c = grad · v; the peak's is known."""
     product, peak, known = marks
     p = tl.exp2(e)
-    x = p / (1.0 - p) * (product[:, None] - c)
+    x = p * reciprocal(1.0 - p) * (product[:, None] - c)
     return tl.where(at[None, :] == peak[:, None], known[:, None], x)
 
 
@@ -197,84 +219,20 @@ def weigh(
     return acc
 
 
-@triton.jit(do_not_specialize=[
-    *LOOSE, "row_cells", "key_cells", "row_width", "key_width", "row_steps", "key_steps",
-    "norm_batch", "norm_head",
-])  # fmt: skip
-def cells(
-    q, k, norms, totals, w, out, qs, ks, t,
-    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
-    interval_head, position_batch, threshold, scale, softcap, kept_share,
-    row_cells, key_cells, row_width, key_width, row_steps, key_steps, norm_batch, norm_head,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, ROW_PART: tl.constexpr, KEY_PART: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
-    CAP: tl.constexpr, LARGEST: tl.constexpr, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
-    VALUE_PRECISION: tl.constexpr,
+@triton.jit
+def put_cells(
+    out, acc, line, row, column, row_cells, key_cells, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROW_PART: tl.constexpr, KEY_PART: tl.constexpr, LARGEST: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS // ROW_PART row cells by KEYS // KEY_PART key cells; a tile has a PART of each.
+    """Write the sums or the largest numbers of a tile's cells, of which `row` and `column` start.
 
-    out is (B, Hq, row_cells, key_cells).
+    SIGNED: the numbers are effects, not logarithms of weights.
     """
-    z = Sizes(
-        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
-        interval_head, position_batch, threshold, scale, softcap, kept_share,
-    )  # fmt: skip
-    columns = tl.cdiv(key_cells, KEYS // KEY_PART)
-    group_of_rows, group_of_keys = tl.program_id(0) // columns, tl.program_id(0) % columns
-    h, b = tl.program_id(1), tl.program_id(2)
-    row_cell = group_of_rows * (ROWS // ROW_PART) + tl.arange(0, ROWS) // ROW_PART
-    key_cell = group_of_keys * (KEYS // KEY_PART) + tl.arange(0, KEYS) // KEY_PART
-    row_first = edge_of(row_cell, row_cells, queries, row_width)
-    row_last = edge_of(row_cell + 1, row_cells, queries, row_width)
-    key_first = edge_of(key_cell, key_cells, keys, key_width)
-    key_last = edge_of(key_cell + 1, key_cells, keys, key_width)
-    lowest, highest = tl.min(key_first, 0), tl.max(key_last, 0)
-    full = tl.min(key_last - key_first, 0) // KEY_PART  # steps in which every cell has a whole part
-    row_offset, key_offset = tl.arange(0, ROWS) % ROW_PART, tl.arange(0, KEYS) % KEY_PART
-
-    kh = h // group
-    start_q = b.to(tl.int64) * qs[0] + h.to(tl.int64) * qs[1]
-    start_k = b.to(tl.int64) * ks[0] + kh.to(tl.int64) * ks[1]
-    start_norms = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
-    line = (b * tl.num_programs(1) + h).to(tl.int64) * queries
-    acc = tl.zeros([ROWS, KEYS], tl.float32)
-    if LARGEST and w is None:
-        acc += NOTHING
-    for row_step in tl.range(0, row_steps):
-        i = row_first + row_step * ROW_PART + row_offset
-        here = i < row_last
-        i = tl.minimum(i, queries - 1)
-        some, whole = touched(t, z, b, h, i, here, lowest, highest, PIECES)
-        if some:
-            tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
-            sums = row_totals(totals, line + i, here)
-            position = positions(t, z, b, i)
-            tile_g, marks = tile_q, sums
-            if w is not None:
-                tile_g = grads_of(w, b, h, i, here, VALUES, PADDED_VALUES)
-                marks = marks_of(w, line + i, here)
-            clean = tl.where(whole, tl.minimum(full, key_steps), 0)
-            for step in tl.range(0, clean):
-                at = key_first + step * KEY_PART + key_offset
-                acc = weigh(
-                    acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums,
-                    position, at, at >= 0, w, tile_g, marks, WIDTH, PADDED, PRECISION, PIECES, CAP,
-                    LARGEST, VALUES, PADDED_VALUES, VALUE_PRECISION, False,
-                )  # fmt: skip
-            for step in tl.range(clean, key_steps):
-                at = key_first + step * KEY_PART + key_offset
-                inside = at < key_last
-                acc = weigh(
-                    acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums,
-                    position, tl.minimum(at, keys - 1), inside, w, tile_g, marks, WIDTH, PADDED,
-                    PRECISION, PIECES, CAP, LARGEST, VALUES, PADDED_VALUES, VALUE_PRECISION, True,
-                )  # fmt: skip
-
     found = tl.reshape(acc, (ROWS // ROW_PART, ROW_PART, KEYS // KEY_PART, KEY_PART))
     if LARGEST:
         lost = tl.max(tl.max((found != found).to(tl.int32), 3), 1)  # a maximum would drop NaN
         highest = tl.max(tl.max(found, 3), 1)
-        if w is not None:
+        if SIGNED:
             lowest_of = tl.min(tl.min(found, 3), 1)
             best = tl.where(highest >= -lowest_of, highest, lowest_of)
         else:
@@ -282,11 +240,143 @@ def cells(
         found = tl.where(lost > 0, float("nan"), best)
     else:
         found = tl.sum(tl.sum(found, 3), 1)
-    row = group_of_rows * (ROWS // ROW_PART) + tl.arange(0, ROWS // ROW_PART)
-    column = group_of_keys * (KEYS // KEY_PART) + tl.arange(0, KEYS // KEY_PART)
-    line = (b * tl.num_programs(1) + h).to(tl.int64) * row_cells
+    row = row + tl.arange(0, ROWS // ROW_PART)
+    column = column + tl.arange(0, KEYS // KEY_PART)
     tl.store(
         out + (line + row)[:, None] * key_cells + column[None, :],
         found,
         mask=(row < row_cells)[:, None] & (column < key_cells)[None, :],
     )
+
+
+@triton.jit(do_not_specialize=[
+    *LOOSE, "row_cells", "key_cells", "row_width", "key_width", "row_steps", "key_steps",
+    "stripes", "norm_batch", "norm_head",
+])  # fmt: skip
+def cells(
+    q, k, norms, totals, w, out, qs, ks, t,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
+    row_cells, key_cells, row_width, key_width, row_steps, key_steps, stripes,
+    norm_batch, norm_head,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ROW_PART: tl.constexpr, KEY_PART: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    CAP: tl.constexpr, LARGEST: tl.constexpr, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
+    VALUE_PRECISION: tl.constexpr, STRIPED: tl.constexpr,
+):  # fmt: skip
+    """Compute ROWS // ROW_PART row cells by KEYS // KEY_PART key cells; a tile has a PART of each.
+
+    out is (B, Hq, row_cells, key_cells). STRIPED: a tile has all rows of its cells; one of
+    `stripes` programs takes many tiles beside each other, and cells that no row sees stay 0.
+    """
+    z = Sizes(
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
+    across: tl.constexpr = KEYS // KEY_PART
+    columns = tl.cdiv(key_cells, across)
+    if not STRIPED:
+        stripes = columns
+    group_of_rows, group_of_keys = tl.program_id(0) // stripes, tl.program_id(0) % stripes
+    if PIECES > 0:  # late rows of a causal mask see the most keys
+        group_of_rows = tl.num_programs(0) // stripes - 1 - group_of_rows
+    h, b = tl.program_id(1), tl.program_id(2)
+    row_cell = group_of_rows * (ROWS // ROW_PART) + tl.arange(0, ROWS) // ROW_PART
+    row_first = edge_of(row_cell, row_cells, queries, row_width)
+    row_last = edge_of(row_cell + 1, row_cells, queries, row_width)
+    row_offset, key_offset = tl.arange(0, ROWS) % ROW_PART, tl.arange(0, KEYS) % KEY_PART
+
+    kh = h // group
+    start_q = b.to(tl.int64) * qs[0] + h.to(tl.int64) * qs[1]
+    start_k = b.to(tl.int64) * ks[0] + kh.to(tl.int64) * ks[1]
+    start_norms = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
+    line = (b * tl.num_programs(1) + h).to(tl.int64) * queries
+    out_line = (b * tl.num_programs(1) + h).to(tl.int64) * row_cells
+    out_row = group_of_rows * (ROWS // ROW_PART)
+    none = tl.zeros([ROWS, KEYS], tl.float32)
+    if LARGEST and w is None:
+        none += NOTHING
+    acc = none
+    if STRIPED:
+        i = row_first + row_offset
+        here = i < row_last
+        i = tl.minimum(i, queries - 1)
+        tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
+        sums = row_totals(totals, line + i, here)
+        position = positions(t, z, b, i)
+        tile_g, marks = tile_q, sums
+        if w is not None:
+            tile_g = grads_of(w, b, h, i, here, VALUES, PADDED_VALUES)
+            marks = marks_of(w, line + i, here)
+        begin, end = seen_range(t, z, b, h, i, here, PIECES)
+        per_stripe = tl.cdiv(columns, stripes)
+        n0 = group_of_keys * per_stripe * key_steps
+        n1 = tl.minimum((group_of_keys + 1) * per_stripe, columns) * key_steps
+        first = cell_of(begin, key_cells, keys, key_width)
+        last = tl.minimum(cell_of(end, key_cells, keys, key_width), key_cells - 1)
+        if across == 1:  # a cell's tiles lie in a row: start and end inside of a cell
+            ahead = tl.maximum(begin - edge_of(first, key_cells, keys, key_width), 0) // KEYS
+            past = tl.maximum(end - edge_of(last, key_cells, keys, key_width), 0)
+            n0 = tl.maximum(n0, first * key_steps + ahead)
+            n1 = tl.minimum(n1, last * key_steps + tl.cdiv(past, KEYS))
+        else:
+            n0 = tl.maximum(n0, first // across * key_steps)
+            n1 = tl.minimum(n1, (last // across + 1) * key_steps)
+        n1 = tl.where(begin < end, n1, n0)
+        for n in tl.range(n0, n1):
+            column, step = n // key_steps, n % key_steps
+            key_cell = column * across + tl.arange(0, KEYS) // KEY_PART
+            at = edge_of(key_cell, key_cells, keys, key_width) + step * KEY_PART + key_offset
+            inside = at < edge_of(key_cell + 1, key_cells, keys, key_width)
+            acc = weigh(
+                acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums, position,
+                tl.minimum(at, keys - 1), inside, w, tile_g, marks, WIDTH, PADDED, PRECISION,
+                PIECES, CAP, LARGEST, VALUES, PADDED_VALUES, VALUE_PRECISION, True,
+            )  # fmt: skip
+            done = (step == key_steps - 1) | (n == n1 - 1)
+            if done:
+                put_cells(
+                    out, acc, out_line, out_row, column * across, row_cells, key_cells, ROWS, KEYS,
+                    ROW_PART, KEY_PART, LARGEST, w is not None,
+                )  # fmt: skip
+            acc = tl.where(done, none, acc)
+    else:
+        key_cell = group_of_keys * across + tl.arange(0, KEYS) // KEY_PART
+        key_first = edge_of(key_cell, key_cells, keys, key_width)
+        key_last = edge_of(key_cell + 1, key_cells, keys, key_width)
+        lowest, highest = tl.min(key_first, 0), tl.max(key_last, 0)
+        full = tl.min(key_last - key_first, 0) // KEY_PART  # steps: every cell has a whole part
+        for row_step in tl.range(0, row_steps):
+            i = row_first + row_step * ROW_PART + row_offset
+            here = i < row_last
+            i = tl.minimum(i, queries - 1)
+            some, whole = touched(t, z, b, h, i, here, lowest, highest, PIECES)
+            if some:
+                tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
+                sums = row_totals(totals, line + i, here)
+                position = positions(t, z, b, i)
+                tile_g, marks = tile_q, sums
+                if w is not None:
+                    tile_g = grads_of(w, b, h, i, here, VALUES, PADDED_VALUES)
+                    marks = marks_of(w, line + i, here)
+                clean = tl.where(whole, tl.minimum(full, key_steps), 0)
+                for step in tl.range(0, clean):
+                    at = key_first + step * KEY_PART + key_offset
+                    acc = weigh(
+                        acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums,
+                        position, at, at >= 0, w, tile_g, marks, WIDTH, PADDED, PRECISION, PIECES,
+                        CAP, LARGEST, VALUES, PADDED_VALUES, VALUE_PRECISION, False,
+                    )  # fmt: skip
+                for step in tl.range(clean, key_steps):
+                    at = key_first + step * KEY_PART + key_offset
+                    inside = at < key_last
+                    acc = weigh(
+                        acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums,
+                        position, tl.minimum(at, keys - 1), inside, w, tile_g, marks, WIDTH, PADDED,
+                        PRECISION, PIECES, CAP, LARGEST, VALUES, PADDED_VALUES, VALUE_PRECISION,
+                        True,
+                    )  # fmt: skip
+        put_cells(
+            out, acc, out_line, out_row, group_of_keys * across, row_cells, key_cells, ROWS, KEYS,
+            ROW_PART, KEY_PART, LARGEST, w is not None,
+        )  # fmt: skip

@@ -22,8 +22,9 @@ from headwise.engines.triton.kernels.maps.map_cells import (
     row_totals,
     rows_of,
     seen_pairs,
+    seen_range,
 )
-from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, bend, interval, positions
+from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, bend, positions
 
 FAINT = tl.constexpr(-150.0)  # 2 to this power is 0 in float32
 NARROW = tl.constexpr(5e-7)  # a range of logarithms so narrow that its weights are equal
@@ -97,17 +98,7 @@ def held(
     tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
     base, rest = row_totals(totals, line, here)
     position = positions(t, z, b, i)
-    begin, end = keys * 0, keys
-    if PIECES > 0:
-        first, last = interval(t, z, 0, b, h, i)
-        empty = first >= last
-        begin = tl.min(tl.where(empty, keys, first), 0)
-        end = tl.max(tl.where(empty, 0, last), 0)
-        if PIECES == 2:
-            first, last = interval(t, z, 1, b, h, i)
-            empty = first >= last
-            begin = tl.minimum(begin, tl.min(tl.where(empty, keys, first), 0))
-            end = tl.maximum(end, tl.max(tl.where(empty, 0, last), 0))
+    begin, end = seen_range(t, z, b, h, i, here, PIECES)
     tiles = tl.maximum(tl.cdiv(end - begin, KEYS), 0)
     column = tl.arange(0, KEYS)
 

@@ -20,8 +20,9 @@ from headwise.engines.triton.kernels.maps.map_cells import (
     row_totals,
     rows_of,
     seen_pairs,
+    seen_range,
 )
-from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, bend, interval, positions
+from headwise.engines.triton.kernels.tile import LOOSE, NOTHING, Sizes, bend, positions
 
 
 @triton.jit(do_not_specialize=[*LOOSE, "count", "norm_batch", "norm_head"])
@@ -60,17 +61,7 @@ def largest(
         marks = marks_of(w, line, here)
         lost = lost | (marks[0] != marks[0])
     position = positions(t, z, b, i)
-    begin, end = keys * 0, keys
-    if PIECES > 0:
-        first, last = interval(t, z, 0, b, h, i)
-        empty = first >= last
-        begin = tl.min(tl.where(empty, keys, first), 0)
-        end = tl.max(tl.where(empty, 0, last), 0)
-        if PIECES == 2:
-            first, last = interval(t, z, 1, b, h, i)
-            empty = first >= last
-            begin = tl.minimum(begin, tl.min(tl.where(empty, keys, first), 0))
-            end = tl.maximum(end, tl.max(tl.where(empty, 0, last), 0))
+    begin, end = seen_range(t, z, b, h, i, here, PIECES)
 
     slot = tl.arange(0, KEPT)[None, :]
     column = tl.arange(0, KEYS)
