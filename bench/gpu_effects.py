@@ -1,51 +1,87 @@
 """Effects of edges on this machine's GPU: the largest edges of a head, and a watched backward.
 
-    python -m bench.gpu_effects
+    python -m bench.gpu_effects [--shapes]
 
 The 100 largest edges of one head of 100,000 tokens, with the memory they take at half and at the
-whole length; and the time of forward and backward of a layer with and without a watch, alone and
-with all rows of all heads pooled.
+whole length; and the time of forward and backward of a GPT with and without a watch, alone and with
+all rows of all heads pooled. `--shapes` times the kernels with other tiles, too. Results go to
+bench/results/gpu_effects.json, or to $OUT, after every measurement.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable
-from pathlib import Path
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import headwise as hw
-from bench import described
 from bench.pairs import shortest
+from bench.warmed import results_file, warm
 
-RESULTS = Path(__file__).parent / "results" / "gpu_effects.json"
 ROUNDS = 5
+LARGEST = [(n, d) for d in (64, 128) for n in (50_000, 100_000)]
+WATCHED = [(4096, 4, 4), (16384, 1, 2), (32768, 1, 2)]  # tokens, batch, layers
+SHAPES = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 3), (64, 128, 4, 2)]
+PARTS = ["largest 64", "largest 128", "watched"]
 
 
 def main() -> None:
-    """Print the figures and write them to bench/results."""
-    described(__doc__ or "").parse_args()
-    found = {
-        "device": torch.cuda.get_device_name(),
-        "largest": [largest(n, d) for d in (64, 128) for n in (50_000, 100_000)],
-        "watched": [watched(n) for n in (4096, 16384, 32768)],
-    }
-    for name in ("largest", "watched"):
-        for row in found[name]:
-            print("  ".join(f"{key} {value}" for key, value in row.items()))
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    """Print the figures and write them."""
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
+    parser.add_argument("--shapes", action="store_true", help="compare tiles of the kernels")
+    parser.add_argument("--warm", metavar="PART", help="compile the kernels of a part, and end")
+    given = parser.parse_args()
+    if given.warm:
+        _part(given.warm)()
+        return
+    tried = [f"shape {i}" for i in range(len(SHAPES) if given.shapes else 0)]
+    warm("bench.gpu_effects", [*PARTS, *tried])
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    for name, row in _measured(len(tried)):
+        found.setdefault(name, []).append(row)
+        print(name, "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        results_file("gpu_effects.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-def largest(n: int, width: int) -> dict[str, Any]:
+def _measured(shapes: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each figure; one that fails says why, and the others follow."""
+    runs: list[tuple[str, Callable[[], dict[str, Any]]]] = []
+    runs += [("largest", lambda n=n, d=d: largest(n, d)) for n, d in LARGEST]  # type: ignore[misc]
+    runs += [("watched", lambda x=x: watched(*x)) for x in WATCHED]  # type: ignore[misc]
+    runs += [("shapes", lambda i=i: kernels(16384, SHAPES[i])) for i in range(shapes)]  # type: ignore[misc]
+    for name, run in runs:
+        try:
+            yield name, run()
+        except Exception as error:
+            traceback.print_exc()
+            yield name, {"why": f"{type(error).__name__}: {error}"[:200]}
+        torch.cuda.empty_cache()
+
+
+def _part(name: str) -> Callable[[], object]:
+    kind, _, number = name.partition(" ")
+    if kind == "largest":
+        return lambda: largest(4096, int(number), rounds=1)
+    if kind == "shape":
+        return lambda: kernels(4096, SHAPES[int(number)], rounds=1)
+    return lambda: watched(4096, 1, 1, rounds=1)
+
+
+def largest(n: int, width: int, rounds: int = ROUNDS) -> dict[str, Any]:
     """The 100 largest edges of a causal head in bf16, totals included."""
     q, k, v, grad = (
         torch.randn(1, 1, n, width, device="cuda", dtype=torch.bfloat16) for _ in range(4)
     )
+    found: list[hw.EffectMap] = []
 
     def run() -> object:
-        return hw.effect_map(q, k, v, grad, mask=hw.mask.causal()).largest(100)
+        found[:] = [hw.effect_map(q, k, v, grad, mask=hw.mask.causal())]
+        return found[0].largest(100)
 
     run()
     torch.cuda.synchronize()
@@ -54,20 +90,17 @@ def largest(n: int, width: int) -> dict[str, Any]:
     run()
     torch.cuda.synchronize()
     beyond = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return {
-        "n": n,
-        "d": width,
-        "ms": round(shortest({"ms": run}, ROUNDS)["ms"], 2),
-        "MiB": round(beyond, 1),
-    }
+    runs = {"ms": run, "row_largest ms": lambda: found[0].row_largest()}
+    ms = {name: round(x, 2) for name, x in shortest(runs, rounds).items()}
+    return {"n": n, "d": width, **ms, "MiB": round(beyond, 1)}
 
 
-def watched(n: int) -> dict[str, Any]:
-    """Forward and backward of a Transformer block: blind, watched, and with every head pooled."""
+def watched(n: int, batch: int, layers: int, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Forward and backward of a GPT: blind, watched, with effects, and with every head pooled."""
     torch.manual_seed(0)
-    config = hw.models.GPTConfig(vocabulary=1024, context=n, d_model=2048, layers=2, heads=16)
+    config = hw.models.GPTConfig(vocabulary=1024, context=n, d_model=2048, layers=layers, heads=16)
     model = hw.models.GPT(config).to("cuda", torch.bfloat16)
-    ids = torch.randint(0, 1024, (1, n), device="cuda")
+    ids = torch.randint(0, 1024, (batch, n), device="cuda")
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -79,7 +112,8 @@ def watched(n: int) -> dict[str, Any]:
                 step()
             if not pooled:
                 return None
-            return [seen.effects(layer, h).pool(256) for layer in (0, 1) for h in range(16)]
+            places = ((layer, entry) for layer in range(layers) for entry in range(batch))
+            return [seen.effects(layer, batch=entry).pool(256) for layer, entry in places]
 
         return run
 
@@ -90,10 +124,28 @@ def watched(n: int) -> dict[str, Any]:
         "with effects": looking(False, effects=True, **few),
         "pooled": looking(True, effects=True, **few),
     }
-    ms = shortest(runs, ROUNDS)
+    ms = shortest(runs, rounds)
     times = {f"{name} ms": round(x, 2) for name, x in ms.items()}
     ratios = {f"{name} ×": round(x / ms["blind"], 3) for name, x in ms.items() if name != "blind"}
-    return {"n": n, **times, **ratios}
+    return {"n": n, "batch": batch, "layers": layers, **times, **ratios}
+
+
+def kernels(n: int, tile: tuple[int, int, int, int], rounds: int = ROUNDS) -> dict[str, Any]:
+    """The kernels of 16 heads of width 128 with these tiles, in milliseconds."""
+    from headwise.engines.triton.host.cards import card
+    from headwise.engines.triton.host.tile_shapes import Shape, use
+
+    use("effects", 128, 2, card(torch.device("cuda")), Shape(*tile))
+    given = (torch.randn(1, 16, n, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, grad = given
+    emap = hw.effect_map(q, k, v, grad, mask=hw.mask.causal())
+    runs: dict[str, Callable[[], object]] = {
+        "totals": lambda: hw.effect_map(q, k, v, grad, mask=hw.mask.causal()).totals(),
+        "pool": lambda: emap.pool(256),
+        "row_largest": lambda: emap.row_largest(),
+    }
+    ms = {f"{name} ms": round(x, 2) for name, x in shortest(runs, rounds).items()}
+    return {"tile": list(tile), **ms}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What few keys hold, and an indexer's loss, at 32k and 100k tokens on a GPU, beside the dense way.
 
-python -m bench.gpu_sparse [--lengths 8192 32768 100000] writes bench/results/gpu_sparse.json
+    python -m bench.gpu_sparse [--lengths 8192 32768 100000] [--only WORD]
 
-8 query heads, 2 key heads, width 128, bfloat16, causal; the indexer has 16 heads of width 64. Times
-are medians of three runs after one, memory is the peak beyond the inputs. The dense way writes out
-the weights of all heads, and is not tried above 16,384 tokens, where it takes all memory.
+writes gpu_sparse.json to bench/results, or to $OUT, after every measurement. 8 query heads, 2 key
+heads, width 128, bfloat16, causal; the indexer has 16 heads of width 64. Times are medians of three
+runs after one, or of the second run if it takes long; memory is the peak beyond the inputs. The
+dense way writes out the weights of all heads; where it is not tried, it takes all memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from bench.warmed import results_file, warm
 
-RESULTS = Path(__file__).parent / "results" / "gpu_sparse.json"
 HEADS, KEY_HEADS, WIDTH, INDEX_HEADS, INDEX_WIDTH = 8, 2, 128, 16, 64
-MOST_DENSE = 16_384  # tokens: beyond it sorting the weights of 8 heads leaves no memory
+KEPT = 2048  # keys per row that policies keep
+DENSE = {"kept(2048)": 32_768, "needed(0.95)": 16_384, "index_loss and its backward": 8_192}
+LONG = 0.4  # seconds
 CAUSAL = hw.mask.causal()
 
 
@@ -42,9 +44,15 @@ class Inputs:
         self.index = [normal(1, INDEX_HEADS, n, INDEX_WIDTH), normal(1, n, INDEX_WIDTH)]
         self.index.append(normal(1, INDEX_HEADS, n).abs() / 8)
         self.index = [x.requires_grad_() for x in self.index]
+        rows = torch.arange(n, device=device, dtype=torch.int32)[:, None]
+        share = torch.rand(n, min(KEPT, n), device=device)  # of the keys that a row sees
+        self.some = (share * (rows + 1)).to(torch.int32)[None]  # (1, N, K)
 
     def amap(self) -> hw.AttentionMap:
         return hw.attention_map(self.q, self.k, mask=CAUSAL)
+
+    def chosen(self) -> hw.sparse.Indices:
+        return hw.sparse.Indices(self.some[:, None])
 
     def weights(self) -> Tensor:
         """Every weight, (1, Hq, N, N) float32: the dense way."""
@@ -56,10 +64,16 @@ class Inputs:
         n = self.q.shape[2]
         return torch.ones(n, n, dtype=torch.bool, device=self.q.device).triu_(1)
 
-    def loss(self, dense: bool) -> None:
-        if not dense:
-            hw.index_loss(self.q, self.k, *self.index, mask=CAUSAL).backward()
-            return
+    def attend(self, policy: hw.sparse.Policy, learn: bool = False) -> None:
+        q = self.q.detach().requires_grad_(learn)
+        out = hw.sparse.attention(q, self.k, self.v, policy, mask=CAUSAL)
+        if learn:
+            out.sum().backward()
+
+    def loss(self, selected: Tensor | None = None) -> None:
+        hw.index_loss(self.q, self.k, *self.index, mask=CAUSAL, selected=selected).backward()
+
+    def dense_loss(self) -> None:
         with torch.no_grad():
             target = self.weights().sum(1) / HEADS
         q, k, w = self.index
@@ -69,57 +83,55 @@ class Inputs:
         (torch.xlogy(target, target) - target * log_q).sum(-1).mean().backward()
 
 
-def ways(given: Inputs) -> dict[str, Callable[[], object]]:
-    """Each measurement and its dense counterpart."""
-    top = hw.sparse.TopK(2048)
-
-    def attend(policy: hw.sparse.Policy, learn: bool = False) -> Tensor:
-        q = given.q.detach().requires_grad_(learn)
-        return hw.sparse.attention(q, given.k, given.v, policy, mask=CAUSAL)
-
-    return {
-        "lse": lambda: given.amap().lse,
-        "kept(64)": lambda: given.amap().kept(64),
-        "kept(2048)": lambda: given.amap().kept(2048),
-        "needed(0.95)": lambda: given.amap().needed(0.95),
-        "kept(Window(4096, 4))": lambda: given.amap().kept(hw.sparse.Window(4096, 4)),
-        "kept(Blocks(64, 32))": lambda: given.amap().kept(hw.sparse.Blocks(64, 32)),
-        "sparse.attention, TopK(2048)": lambda: attend(top),
-        "sparse.attention, TopK(2048), and its backward": lambda: (
-            attend(top, learn=True).sum().backward()
-        ),
-        "sparse.attention, Window(4096, 4)": lambda: attend(hw.sparse.Window(4096, 4)),
-        "index_loss and its backward": lambda: given.loss(dense=False),
-        "dense: kept(2048)": lambda: (
-            given.weights().topk(min(2048, given.q.shape[2])).values.sum(-1)
-        ),
-        "dense: needed(0.95)": lambda: (
-            given.weights().sort(-1, descending=True).values.cumsum_(-1) < 0.95
-        ).sum(-1),
-        "dense: index_loss and its backward": lambda: given.loss(dense=True),
-    }
+TOP, WINDOW = hw.sparse.TopK(KEPT), hw.sparse.Window(KEPT - 5, sinks=4)
+MEAN, EXACT = hw.sparse.Blocks(64, KEPT // 64), hw.sparse.Blocks(64, KEPT // 64, by="exact")
+WAYS: dict[str, Callable[[Inputs], object]] = {
+    "lse": lambda x: x.amap().lse,
+    "kept(64)": lambda x: x.amap().kept(64),
+    "kept(2048)": lambda x: x.amap().kept(2048),
+    "needed(0.95)": lambda x: x.amap().needed(0.95),
+    "kept(Window)": lambda x: x.amap().kept(WINDOW),
+    "kept(Blocks)": lambda x: x.amap().kept(MEAN),
+    "kept(Blocks by max)": lambda x: x.amap().kept(hw.sparse.Blocks(64, KEPT // 64, by="max")),
+    "kept(Blocks by exact)": lambda x: x.amap().kept(EXACT),
+    "kept(Indices)": lambda x: x.amap().kept(x.chosen()),
+    "recall(Indices)": lambda x: x.amap().recall(x.chosen()),
+    "attention, TopK": lambda x: x.attend(TOP),
+    "attention, TopK, and its backward": lambda x: x.attend(TOP, learn=True),
+    "attention, Window": lambda x: x.attend(WINDOW),
+    "attention, Blocks": lambda x: x.attend(MEAN),
+    "attention, Blocks, and its backward": lambda x: x.attend(MEAN, learn=True),
+    "attention, Indices, and its backward": lambda x: x.attend(x.chosen(), learn=True),
+    "index_loss and its backward": lambda x: x.loss(),
+    "index_loss(selected=), and its backward": lambda x: x.loss(x.some),
+    "dense: kept(2048)": lambda x: x.weights().topk(min(KEPT, x.q.shape[2])).values.sum(-1),
+    "dense: needed(0.95)": lambda x: (
+        x.weights().sort(-1, descending=True).values.cumsum_(-1) < 0.95
+    ).sum(-1),
+    "dense: index_loss and its backward": lambda x: x.dense_loss(),
+}
 
 
-def measured(run: Callable[[], object], device: str, rounds: int = 3) -> dict[str, Any]:
+def measured(run: Callable[[], object], rounds: int = 3) -> dict[str, Any]:
     """Milliseconds and MiB, or why there are none."""
-    cuda = device == "cuda"
+    cuda = torch.cuda.is_available()
     try:
         run()
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if cuda else 0
-        times = []
-        for _ in range(rounds):
+        times: list[float] = []
+        while len(times) < (rounds if sum(times) < LONG else 1):
             start = time.perf_counter()
             run()
             if cuda:
                 torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - start))
+            times.append(time.perf_counter() - start)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if cuda else None
-        return {"ms": round(median(times), 2), "MiB": None if peak is None else round(peak)}
-    except torch.OutOfMemoryError:
-        return {"ms": None, "MiB": None, "why": "out of memory"}
+        return {"ms": round(1e3 * median(times), 2), "MiB": None if peak is None else round(peak)}
+    except Exception as error:
+        return {"ms": None, "MiB": None, "why": f"{type(error).__name__}: {error}"[:200]}
     finally:
         if cuda:
             torch.cuda.empty_cache()
@@ -130,23 +142,30 @@ def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 100_000])
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--only", default="", help="ways whose name has this word")
+    parser.add_argument("--warm", metavar="WAY", help="compile the kernels of one way, and end")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if given.warm:
+        WAYS[given.warm](Inputs(4096, device))
+        return
+    ways = [name for name in WAYS if given.only in name]
+    if device == "cuda":
+        warm("bench.gpu_sparse", [name for name in ways if not name.startswith("dense")])
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "lengths": {}}
     for n in given.lengths:
         inputs = Inputs(n, device)
-        for name, run in ways(inputs).items():
-            figures: dict[str, Any]
-            if name.startswith("dense") and n > MOST_DENSE:
-                figures = {"ms": None, "MiB": None, "why": f"not tried above {MOST_DENSE} tokens"}
-            else:
-                figures = measured(run, device)
+        for name in ways:
+            most = DENSE.get(name.removeprefix("dense: ")) if name.startswith("dense") else None
+            figures: dict[str, Any] = {"ms": None, "MiB": None, "why": "not tried"}
+            if most is None or n <= most:
+                run = WAYS[name]
+                figures = measured(lambda run=run, x=inputs: run(x))  # type: ignore[misc]
             found["lengths"].setdefault(str(n), {})[name] = figures
-            print(f"{n:>7}  {name:<48} {figures}", flush=True)
+            print(f"{n:>7}  {name:<40} {figures}", flush=True)
+            results_file("gpu_sparse.json").write_text(json.dumps(found, indent=1) + "\n")
         del inputs
-    given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -79,6 +79,76 @@ def test_the_indexers_loss_is_the_dense_formula() -> None:
         torch.testing.assert_close(found.double(), right.double(), rtol=1e-2, atol=1e-5)
 
 
+def chosen(n: int) -> list[hw.sparse.Policy]:
+    numbers = torch.randint(-1, n, (1, 1, n, 40), device="cuda")
+    return [
+        hw.sparse.Blocks(64, 3),
+        hw.sparse.Blocks(24, (1, 2, 3, 4, 5, 6, 7, 8), by="max"),
+        hw.sparse.Blocks(32, 4, by="exact"),
+        hw.sparse.Indices(numbers),
+        hw.sparse.Indices(numbers.expand(1, 8, n, 40)[..., :9]),
+        hw.sparse.Evicted(torch.rand(1, 2, n - 50, device="cuda"), 100),
+    ]
+
+
+@pytest.mark.parametrize("words", [1 << 26, 1 << 16])  # all rows at once, and in parts
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernels_of_chosen_keys_agree_with_the_loops(
+    number: int, words: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headwise.engines import failures, sparse_call
+    from headwise.engines.triton.host import marked_rows
+
+    monkeypatch.setattr(marked_rows, "WORDS", words)
+    q, k, v = (x.requires_grad_() for x in heads(1000, dtype))
+    policy = chosen(1000)[number]
+    weight = torch.randn_like(q)
+    amap = hw.attention_map(q.detach(), k.detach(), mask=CAUSAL)
+
+    def run() -> list[Tensor]:
+        out = hw.sparse.attention(q, k, v, policy, mask=CAUSAL)
+        grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
+        return [amap.kept(policy), *amap.recall(policy), out, *grads]
+
+    fused = run()
+    assert not failures.failed()
+    monkeypatch.setattr(sparse_call, "fused", lambda *given: None)
+    near = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    for mine, loops in zip(fused, run(), strict=True):
+        mine, loops = mine.double(), loops.double()
+        size = loops.abs().amax().clamp_min(1e-6)
+        # of two keys or blocks that rank alike, either may be chosen
+        assert ((mine - loops).abs() > near * size).double().mean() < 2e-3
+
+
+@pytest.mark.parametrize("words", [1 << 26, 1 << 14])
+def test_the_indexers_loss_over_selected_keys_agrees_with_the_loops(
+    words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headwise.engines import failures, index_call
+    from headwise.engines.triton.host import marked_rows
+
+    monkeypatch.setattr(marked_rows, "WORDS", words)
+    q, k, _ = heads(1000)
+    index = [
+        torch.randn(1, 4, 1000, 32, device="cuda", requires_grad=True),
+        torch.randn(1, 1000, 32, device="cuda", requires_grad=True),
+        torch.rand(1, 4, 1000, device="cuda", requires_grad=True),
+    ]
+    some = torch.randint(-1, 1000, (1, 1000, 50), device="cuda")
+
+    def run() -> list[Tensor]:
+        loss = hw.index_loss(q, k, *index, mask=CAUSAL, selected=some)
+        return [loss, *torch.autograd.grad(loss, index)]
+
+    fused = run()
+    assert not failures.failed()
+    monkeypatch.setattr(index_call, "fused", lambda *given: None)
+    for mine, loops in zip(fused, run(), strict=True):
+        torch.testing.assert_close(mine, loops, rtol=1e-2, atol=1e-5)
+
+
 def test_memory_is_linear_in_the_length() -> None:
     def peak(n: int) -> float:
         q, k, v = heads(n)
@@ -94,6 +164,9 @@ def test_memory_is_linear_in_the_length() -> None:
         amap.kept((64, 2048)), amap.needed(0.95), amap.kept(hw.sparse.Blocks(64, 16))
         hw.sparse.attention(q, k, v, hw.sparse.TopK(64), mask=CAUSAL)
         hw.index_loss(q, k, *index, mask=CAUSAL).backward()
+        some = torch.randint(0, n, (1, n, 64), device="cuda")
+        hw.index_loss(q, k, *index, mask=CAUSAL, selected=some).backward()
+        amap.recall(hw.sparse.Indices(some[:, None]))
         return (torch.cuda.max_memory_allocated() - before) / 2**20
 
     peak(2048)
