@@ -123,6 +123,31 @@ def test_tensor_parallel_heads_have_their_numbers(processes: Processes, tmp_path
     same(rows(run.heads()), truth.heads())
 
 
+def mattered(model: nn.Module) -> hw.watching.Watch:
+    """A watch of what mattered to a scalar."""
+    with hw.watch(model, effects=True) as seen:
+        out = model(inputs(0))
+        (out * torch.sin(torch.arange(out.numel())).view_as(out)).sum().backward()
+    return seen
+
+
+def mattered_here(mesh: DeviceMesh) -> list[dict[str, object]]:
+    model = Layers()
+    for attn in model.layers.values():
+        parallelize_module(attn, mesh, PLAN)
+    return rows(mattered(model).edges(500))
+
+
+def test_the_edges_of_all_ranks_are_those_of_one_process(processes: Processes) -> None:
+    parts = processes.run(mattered_here, 2)
+    assert [{row["head"] for row in part} for part in parts] == [{0, 1}, {2, 3}]
+    found = sorted((row for part in parts for row in part), key=lambda row: -abs(row["effect"]))
+    for mine, whole in zip(found[:500], mattered(Layers()).edges(500), strict=True):
+        assert abs(mine["effect"] - whole["effect"]) < 1e-9
+        place = ("layer", "head", "batch", "query", "key")
+        assert [mine[x] for x in place] == [whole[x] for x in place]
+
+
 def read_at_once(mesh: DeviceMesh, told: bool, how: str) -> dict[str, object]:
     """Figures of a plan, read before a step has ended, with or without the mesh."""
     model, whole = Layers(), grid("dp", "tp") if how == "fsdp" else mesh
