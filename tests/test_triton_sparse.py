@@ -135,13 +135,16 @@ def test_chosen_keys_are_attended_to_and_weighed(
     assert torch.equal(recall.found.cpu(), among)
 
 
-def test_of_equal_scores_the_first_runs_are_chosen() -> None:
+@pytest.mark.parametrize("most", [1 << 14, 8], ids=["on chip", "sorted"])
+def test_of_equal_scores_the_first_runs_are_chosen(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(marked_rows, "MOST_RUNS", most)
     scores = torch.randint(-2, 3, (2, 3, 7, 40), device=DEVICE).float()
     scores[0, 0, 0], scores[0, 0, 1, 3], scores[1, 2, 3, 1::2] = -torch.inf, torch.nan, -torch.inf
     scores[0, 1, 2, ::3] = -0.0
     for counts in ([4], [1, 40, 9]):
         found = marked_rows.best_of(scores, torch.tensor(counts, device=DEVICE), max(counts))
-        assert found is not None
         order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : max(counts)]
         per_head = torch.tensor(counts, device=DEVICE).reshape(1, -1, 1, 1)
         late = torch.arange(max(counts), device=DEVICE) >= per_head

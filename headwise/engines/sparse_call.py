@@ -7,6 +7,7 @@ keys were not there: the choice itself has none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,14 @@ from headwise.engines.operators import (
 from headwise.engines.streaming.backward_loop import Backward
 from headwise.engines.streaming.forward_loop import Forward
 from headwise.engines.streaming.loop import Selection
-from headwise.engines.streaming.selection import Above, Band, Chosen, Columns, select
+from headwise.engines.streaming.selection import (
+    Above,
+    Band,
+    BestBlocks,
+    Chosen,
+    Columns,
+    select,
+)
 
 POLICY = "str kind, int[] numbers, int[] amount, Tensor? chosen"
 _TERMS = len(Terms._fields)
@@ -102,7 +110,7 @@ def fused_rows(
 ) -> tuple[RowResults, Tensor | None, Tensor | None] | None:
     """`kept_rows` by Triton's kernels; None where loops must serve."""
     found: tuple[RowResults, Tensor, Tensor | None] | None
-    found = _fused("attend", q, k, v, terms, policy)
+    found = _fused("attend", q, k, v, terms, policy, _estimates(q, k, terms, policy))
     return found
 
 
@@ -111,8 +119,25 @@ def fused_recall(
 ) -> tuple[Tensor, Tensor, RowResults, RowResults] | None:
     """The kept keys, those among as many largest, and the results over both; None as above."""
     found: tuple[Tensor, Tensor, RowResults, RowResults] | None
-    found = fused("kept_call", "recall", "sparse attention", q, k, terms, q, k, terms, policy)
+    given = q, k, terms, policy, _estimates(q, k, terms, policy)
+    found = fused("kept_call", "recall", "sparse attention", q, k, terms, *given)
     return found
+
+
+def _estimates(
+    q: Tensor, k: Tensor, terms: Terms, policy: Policy
+) -> Callable[[slice], Tensor] | None:
+    """The scores of blocks that are not ranked by their true weight, of some rows at a time."""
+    if not isinstance(policy, Blocks) or policy.by == "exact":
+        return None
+    made: list[BestBlocks] = []
+
+    def of_rows(rows: slice) -> Tensor:
+        if not made:  # where loops serve, nothing is computed twice
+            made.append(BestBlocks(policy, q, k, terms))
+        return made[0].estimates_of(rows)
+
+    return of_rows
 
 
 def all_rows(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> RowResults:

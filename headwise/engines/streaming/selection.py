@@ -229,31 +229,27 @@ class BestBlocks(_Choice):
         self.count = per_head(policy.count, q.device)
         self.blocks = -(-self.keys // policy.size)
         self.most = min(int(self.count.max()), self.blocks)
-        self.k = k
         if self.by == "exact":
-            self.find_totals()
+            self.loop.divide_by(row_totals(q, k, terms))
         else:
             self.least, self.largest = self._summaries(k)
-
-    def find_totals(self) -> None:
-        """Find what turns logits into weights."""
-        self.loop.divide_by(row_totals(self.q, self.k, self.terms))
 
     def found(self) -> Chosen:
         shape = (*self.q.shape[:3], self.most)
         chosen = torch.full(shape, -1, dtype=torch.int32, device=self.q.device)
         for rows in self.row_blocks() if self.most else ():
             scores = self.masses(rows) if self.by == "exact" else self.estimates(rows)
-            rows.put(chosen, self.best(rows, scores))
+            best, order = scores.sort(dim=-1, descending=True, stable=True)
+            number = torch.arange(self.most, device=order.device)
+            none = best[..., : self.most] == -torch.inf
+            none |= number >= rows.of_heads(self.count)[..., None]
+            rows.put(chosen, order[..., : self.most].masked_fill(none, -1).int())
         return Chosen(chosen, self.size)
 
-    def best(self, rows: Rows, scores: Tensor) -> Tensor:
-        """The blocks with the best scores, (b, h, G, R, most) int32; -1 for none."""
-        best, order = scores.sort(dim=-1, descending=True, stable=True)
-        number = torch.arange(self.most, device=order.device)
-        none = best[..., : self.most] == -torch.inf
-        none |= number >= rows.of_heads(self.count)[..., None]
-        return order[..., : self.most].masked_fill(none, -1).int()
+    def estimates_of(self, rows: slice) -> Tensor:
+        """The estimated scores of the blocks for some rows of all heads, (B, Hq, R, blocks)."""
+        whole = Rows(self.loop, Unit(0, self.q.shape[0], 0, self.loop.blocks.heads), rows)
+        return self.estimates(whole).expand(*whole.shape, -1).flatten(1, 2)
 
     def masses(self, rows: Rows) -> Tensor:
         """The weight of each block, (b, h, G, R, blocks)."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from headwise.core.blocks import Unit
 from headwise.core.policies import Blocks, Evicted, Indices, Policy, TopK, Window, per_head
 from headwise.core.problem import Terms
 from headwise.core.row_sums import LOG_TOTAL, MOMENTS, RowResults
 from headwise.core.schedule import GPU_BLOCK
 from headwise.engines.gradients import BackwardInputs, Gradients
-from headwise.engines.streaming.selection import BestBlocks, Rows
 from headwise.engines.triton.host.backward_call import differentiate_dot
 from headwise.engines.triton.host.forward_call import run_forward
 from headwise.engines.triton.host.launches import Launches
@@ -31,6 +29,8 @@ from headwise.engines.triton.kernels.kept_runs import Marks
 from headwise.engines.triton.kernels.maps.map_held import Bounds
 
 Found = tuple[RowResults, Tensor, Tensor | None]
+Estimates = Callable[[slice], Tensor]
+"""The scores of the blocks for some rows, (B, Hq, R, blocks)."""
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> RowResults:
@@ -41,10 +41,12 @@ def whole(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> RowResults:
     return rows._replace(out=rows.out.to(dtype))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, policy: Policy) -> Found | None:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, policy: Policy, estimates: Estimates | None
+) -> Found | None:
     """The results of every row over the keys that it keeps, and the tensors of the choice.
 
-    None for a window, which is a mask.
+    None for a window, which is a mask. `estimates` are for blocks that are not ranked exactly.
     """
     if isinstance(policy, Window):
         return None
@@ -55,7 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, policy: Policy) -> Fou
         rows = run_forward(Launches(), q, k, v, terms, LOG_TOTAL, bounds)
         edges = torch.stack((bounds.least, bounds.above))
         return rows._replace(out=rows.out.to(dtype)), edges, bounds.last
-    chosen = _chosen(q, k, terms, policy)
+    chosen = _chosen(q, k, terms, policy, estimates)
     parts = [
         run_forward(Launches(), q[:, :, rows], k, v, terms.of_rows(rows), LOG_TOTAL, None, marks)
         for rows, marks in _marked(chosen, policy_run(policy), q, k)
@@ -91,7 +93,7 @@ def differentiate(
 
 
 def recall(
-    q: Tensor, k: Tensor, terms: Terms, policy: Policy
+    q: Tensor, k: Tensor, terms: Terms, policy: Policy, estimates: Estimates | None
 ) -> tuple[Tensor, Tensor, RowResults, RowResults] | None:
     """The numbers of keys that rows keep and of those that are among as many largest ones.
 
@@ -102,7 +104,8 @@ def recall(
     q, k = widened(q, k)
     terms = terms._replace(sinks=None)
     found = []
-    for rows, marks in _marked(_chosen(q, k, terms, policy), policy_run(policy), q, k):
+    chosen = _chosen(q, k, terms, policy, estimates)
+    for rows, marks in _marked(chosen, policy_run(policy), q, k):
         call = q[:, :, rows], k, k[..., :0], terms.of_rows(rows)
         kept = run_forward(Launches(), *call, LOG_TOTAL | MOMENTS, None, marks)
         assert kept.visible is not None
@@ -125,14 +128,16 @@ def _bounds(q: Tensor, k: Tensor, terms: Terms, count: Tensor) -> Bounds:
     return largest_bounds(q, k, terms, count.int().expand(q.shape[:3]))
 
 
-def _chosen(q: Tensor, k: Tensor, terms: Terms, policy: Policy) -> Tensor:
+def _chosen(
+    q: Tensor, k: Tensor, terms: Terms, policy: Policy, estimates: Estimates | None
+) -> Tensor:
     """The numbers of the kept runs, (B|1, Hq|1, N, count); of evicted keys, those that stay."""
     if isinstance(policy, Indices):
         return policy.keys.to(k.device)
     if isinstance(policy, Evicted):
         return policy.kept().to(k.device)
     assert isinstance(policy, Blocks)
-    return _FusedBlocks(policy, q, k, terms).found().numbers
+    return _best_blocks(q, k, terms, policy, estimates)
 
 
 def _marked(chosen: Tensor, run: int, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Marks]]:
@@ -147,30 +152,32 @@ def _marked(chosen: Tensor, run: int, q: Tensor, k: Tensor) -> Iterator[tuple[sl
     return marked(chosen, run, q.shape[2], keys)
 
 
-class _FusedBlocks(BestBlocks):
-    """The choice of blocks, of many rows at once, by kernels."""
+def _best_blocks(
+    q: Tensor, k: Tensor, terms: Terms, policy: Blocks, estimates: Estimates | None
+) -> Tensor:
+    """The numbers of the blocks that rank highest in each row, (B, Hq, N, count)."""
+    batch, heads, queries, _ = q.shape
+    keys, count = k.shape[2], per_head(policy.count, q.device)
+    blocks = -(-keys // policy.size)
+    most, step = min(int(count.max()), blocks), max(1, GPU_BLOCK // max(1, batch * heads * blocks))
+    found = []
+    for first in range(0, queries, step):
+        rows = slice(first, min(first + step, queries))
+        if estimates is None:
+            scores = _masses(q[:, :, rows], k, terms.of_rows(rows), policy.size)
+        else:
+            scores = estimates(rows)
+        found.append(best_of(scores, count, most))
+    return torch.cat(found, 2)
 
-    def row_blocks(self) -> Iterator[Rows]:
-        batch, heads, queries, _ = self.q.shape
-        step = max(1, GPU_BLOCK // max(1, batch * heads * self.blocks))
-        for first in range(0, queries, step):
-            rows = slice(first, min(first + step, queries))
-            yield Rows(self.loop, Unit(0, batch, 0, self.loop.blocks.heads), rows)
 
-    def find_totals(self) -> None:
-        """Every part finds its own."""
-
-    def masses(self, rows: Rows) -> Tensor:
-        q = self.q[:, :, rows.rows]
-        call = map_call(q, self.k, self.terms.of_rows(rows.rows))
-        out = q.new_zeros(*q.shape[:3], self.blocks, dtype=torch.float32)
-        keys = Side(self.blocks, self.size, min(self.size, self.keys))
-        reduce_cells(call, known_totals(log_totals(call)), out, Side(q.shape[2], 1, 1), keys)
-        return self.loop.blocks.grouped(out)
-
-    def best(self, rows: Rows, scores: Tensor) -> Tensor:
-        found = best_of(scores.expand(*rows.shape, -1).flatten(1, 2), self.count, self.most)
-        return super().best(rows, scores) if found is None else self.loop.blocks.grouped(found)
+def _masses(q: Tensor, k: Tensor, terms: Terms, size: int) -> Tensor:
+    """The weight of each block, (B, Hq, N, blocks)."""
+    call, keys = map_call(q, k, terms), k.shape[2]
+    side = Side(-(-keys // size), size, min(size, keys))
+    out = q.new_zeros(*q.shape[:3], side.cells, dtype=torch.float32)
+    reduce_cells(call, known_totals(log_totals(call)), out, Side(q.shape[2], 1, 1), side)
+    return out
 
 
 def _joined(parts: Sequence[RowResults]) -> RowResults:

@@ -44,14 +44,17 @@ def _words(numbers: Tensor, run: int, keys: int, width: int) -> Tensor:
     return words
 
 
-def best_of(scores: Tensor, counts: Tensor, most: int) -> Tensor | None:
+def best_of(scores: Tensor, counts: Tensor, most: int) -> Tensor:
     """The numbers of each row's best runs, (B, Hq, N, most) int32, -1 for none.
 
-    scores (B, Hq, N, runs), counts (1,) or (Hq,). None if there are too many to hold on chip.
+    scores (B, Hq, N, runs), counts (1,) or (Hq,); of equal scores the first run.
     """
     batch, heads, rows, runs = scores.shape
     if runs > MOST_RUNS:
-        return None
+        best, order = scores.sort(dim=-1, descending=True, stable=True)
+        late = torch.arange(most, device=scores.device) >= counts.reshape(-1, 1, 1)
+        none = late | (best[..., :most] == -torch.inf)
+        return order[..., :most].masked_fill(none, -1).int()
     numbers = torch.full((batch, heads, rows, most), -1, dtype=torch.int32, device=scores.device)
     if numbers.numel():
         size = max(32, 1 << (runs - 1).bit_length())
