@@ -20,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.core.row_sums import ROW_SUMS, RowResults
-from headwise.engines.triton.host.hopper_call import ROWS, TILES, layout
+from headwise.engines.triton.host.hopper_call import ROWS, TILES
+from headwise.engines.triton.host.hopper_tiles import layout
 from headwise.engines.triton.host.moments_call import CUTS
 from headwise.engines.triton.kernels.hopper_forward import REGISTERS, HopperSizes, forward
 from headwise.engines.triton.kernels.hopper_softmax import numbers_of_cap

@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.jit import JITFunction
 
 from headwise.engines.triton.host import launches
+from headwise.engines.triton.kernels.hopper_backward import async_add
 
 COMPONENTS = 256  # of a vector clock: partitions and barriers of a program
 AT_ONCE = 4  # programs that run beside each other
@@ -742,12 +743,16 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {  # by how the text begins, or what i
     "cvt.rn.bf16x2.f32 $0, $2, $1": lambda a, b: _pack(a, b, torch.bfloat16),
     "cvt.rn.f16x2.f32 $0, $2, $1": lambda a, b: _pack(a, b, torch.float16),
     "mov.b32 {$0, $1}, $2": _unpack,
+    "cp.async.bulk.wait_group 0": lambda x: (tma_store_wait(), x)[1],
+    "mov.b32 $0, $1": lambda x: x,
     # the tanh of a cap: e^2x is 2^(factor · s)
     "LARGE:": lambda s, limit, factor, *series: torch.tanh(s * (factor * math.log(2) / 2)),
 }
 
 
 def assembly(text: str, constraints: str, args: Sequence[Any], *_: Any, **__: Any) -> Any:
+    if not text:  # registers that nothing sets
+        return Value(torch.full_like(tensor(args[0]), math.nan, dtype=torch.float32))
     for known, operate in ASSEMBLY.items():
         if known in text:
             found = operate(*(tensor(x) for x in args))
@@ -813,6 +818,7 @@ def _stand_ins(grid: tuple[int, int, int]) -> dict[int, Any]:
     own = {"warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait, "fence_async_shared": fence}
     found: dict[int, Any] = {id(gluon_language): _language(grid)}
     found |= {id(tma): types.SimpleNamespace(**tmas), id(bar): types.SimpleNamespace(**bars)}
+    found[id(async_add)] = tmas["async_atomic_add"]
     for module, names in ((tma, tmas), (bar, bars), (hopper, own)):
         found |= {id(getattr(module, x)): y for x, y in names.items() if hasattr(module, x)}
     return found

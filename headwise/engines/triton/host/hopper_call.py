@@ -7,17 +7,18 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.core.problem import Terms
 from headwise.core.row_sums import MOMENTS, RowResults
+from headwise.engines.gradients import BackwardInputs, Gradients
 from headwise.engines.operators import Operators
 from headwise.engines.triton.host.attention_call import differentiate, once
 from headwise.engines.triton.host.forward_call import NO_MOMENTS, run_forward
+from headwise.engines.triton.host.hopper_backward_call import differentiate_hopper, serves
+from headwise.engines.triton.host.hopper_tiles import tiles
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.moments_call import cut_of, run_moments
-from headwise.engines.triton.host.operands import Steps, on, operands, pad, pieces
+from headwise.engines.triton.host.operands import on, operands, pad, pieces
 from headwise.engines.triton.kernels.hopper_forward import REGISTERS, HopperSizes, forward
 from headwise.engines.triton.kernels.hopper_softmax import numbers_of_cap
 from headwise.engines.triton.limits import LIBRARY_ON
@@ -53,12 +54,12 @@ def run_hopper_forward(
     z, width = call.sizes, pad(q)
     shape = TILES[width]
     q_, k_, v_ = (
-        _tiles(x, steps, rows, width)
+        tiles(x, steps, rows, width)
         for x, steps, rows in zip(
             (call.q, call.k, call.v), call.steps, (ROWS // 2, shape.keys, shape.keys), strict=True
         )
     )
-    out = _tiles(found.out, list(found.out.stride()), ROWS // 2, width) if valued else None
+    out = tiles(found.out, list(found.out.stride()), ROWS // 2, width) if valued else None
     banded = pieces(terms) == 1
     block = 0 if cut is None or not banded else cut.block
     rest = found.lse.new_empty(2, *found.lse.shape) if block else None
@@ -84,26 +85,18 @@ def run_hopper_forward(
     return found
 
 
-FORWARD = Operators("hopper", once(run_hopper_forward), differentiate, LIBRARY_ON)
+def differentiate_by_hopper(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs
+) -> Gradients:
+    """Return the gradients of every input, from the Hopper kernel where it serves."""
+    kernels = differentiate_hopper if serves(q, k, v, terms, given) else differentiate
+    return kernels(q, k, v, terms, given)
+
+
+FORWARD = Operators("hopper", once(run_hopper_forward), differentiate_by_hopper, LIBRARY_ON)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors: the kernel runs one program on each."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def layout(dtype: torch.dtype, rows: int, width: int) -> gl.NVMMASharedLayout:
-    """Return the shared-memory layout of a tile."""
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], kind)
-
-
-def _tiles(x: Tensor, steps: Steps, rows: int, width: int) -> TensorDescriptor:
-    """Return a TMA descriptor of x, skipping its own checks as `operands` does."""
-    made = TensorDescriptor.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides = x, list(x.shape), steps
-    made.block_shape, made.layout = [1, 1, rows, width], layout(x.dtype, rows, width)
-    made.padding, made.round_f32_to_tf32 = "zero", False
-    return made

@@ -1,0 +1,131 @@
+"""A call of the Hopper backward: row numbers, one kernel for all products, gradients of queries."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.core.problem import Terms
+from headwise.engines.gradients import BackwardInputs, Gradients, sink_share
+from headwise.engines.triton.host.hopper_tiles import flat, tiles
+from headwise.engines.triton.host.launches import Launches, kind_of
+from headwise.engines.triton.host.operands import (
+    WORD,
+    exposed,
+    loadable,
+    on,
+    operands,
+    outer_strides,
+    pad,
+    stride_unit,
+)
+from headwise.engines.triton.kernels.hopper_backward import KEYS, REGISTERS, BackwardSizes, backward
+from headwise.engines.triton.kernels.hopper_rows import PART, STEP, finish_queries, prepare_rows
+from headwise.engines.triton.kernels.hopper_softmax import GROUP
+
+NARROWEST, WIDEST = 64, 128  # padded widths of heads
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+TOGETHER = 24 << 20  # bytes of the heads that programs work on at once, so that they stay in L2
+SWITCH = "HEADWISE_HOPPER_BACKWARD"  # 1: use it where it can serve; not proven on hardware yet
+
+
+@dataclass(frozen=True)
+class BackwardShape:
+    """Pipeline stages of rows, and buffers of the gradients of logits."""
+
+    stages: int
+    halves: int
+
+
+SHAPES = {64: BackwardShape(2, 2), 128: BackwardShape(2, 2)}  # by the padded width of heads
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs) -> bool:
+    """Return whether the kernel takes a call, and is asked for."""
+    return os.environ.get(SWITCH) == "1" and takes(q, k, v, terms, given)
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs) -> bool:
+    """Return whether the kernel takes a call."""
+    added = (terms.additive, terms.bias, terms.slopes, terms.relative, terms.seed)
+    masked = terms.intervals is not None or terms.dense is not None
+    if masked or terms.softcap or any(x is not None for x in added):
+        return False
+    if q.dtype not in (torch.bfloat16, torch.float16) or given.out.dtype != q.dtype:
+        return False
+    if pad(q) != pad(v) or pad(q) > WIDEST or q.shape[-1] % 8 or v.shape[-1] % 8:
+        return False
+    some = q.numel() > 0 and k.numel() > 0 and v.numel() > 0
+    rows = q.shape[0] * q.shape[1] * (q.shape[2] + WIDEST)
+    return some and 3 * rows < WORD and not exposed(q, k, terms)
+
+
+def differentiate_hopper(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs
+) -> Gradients:
+    """Return the gradients of every input from those of out, lse and entropy."""
+    with on(q.device):
+        return _differentiated(q, k, v, terms, given)
+
+
+def _differentiated(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs
+) -> Gradients:
+    start = Launches().start
+    call = operands(q, k, v, terms)
+    grad_out, grad_steps = loadable(given.grad_out)
+    batch, heads, queries, wide = q.shape
+    width = max(pad(q), NARROWEST)
+    rows = STEP.value // width
+    blocks = -(-queries // rows)
+    kinds = 2 if given.grad_entropy is None else 3
+    numbers = q.new_empty(kinds, batch, heads, blocks * rows, dtype=torch.float32)
+    sums = q.new_empty(batch * heads * blocks * STEP.value // 256, 256, dtype=torch.float32)
+    counts = q.new_empty(batch * heads * blocks, dtype=torch.int32)  # of additions to each block
+    a, c = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, given.out))
+    strides = (*outer_strides(a), *outer_strides(c))
+    unit = stride_unit(strides, 8)
+    totals = given.totals
+    loaded = (a, c, totals.base, totals.log_total)
+    aligned = all(x.data_ptr() % 16 == 0 for x in loaded) and max(strides) < WORD
+    start(
+        prepare_rows, (blocks, heads, batch), (a.dtype, c.dtype) if aligned else None,
+        (a, c, *(stride // unit for stride in strides), totals.base, totals.log_total, numbers,
+        sums, counts, queries), 4, 1, ROWS=rows, WIDTH=a.shape[-1], PADDED=width, UNIT=unit,
+    )  # fmt: skip
+    share = sink_share(terms.sinks, totals)
+    _, grad_sinks = given.row_constants(numbers[1, ..., :queries], share)
+    if given.grad_entropy is not None:
+        numbers[2, ..., queries:] = 0
+        torch.mul(given.grad_entropy, LN2, out=numbers[2, ..., :queries])
+    z = call.sizes
+    key_heads, keys = k.shape[1:3]
+    key_blocks, lines = -(-keys // KEYS.value), batch * key_heads
+    bytes_of_line = z.group * queries * width * 8
+    sizes = BackwardSizes(
+        queries, keys, key_heads, z.group, z.low, z.high, blocks * rows, lines,
+        max(1, min(lines, TOGETHER // bytes_of_line)), key_blocks, z.scale * LOG2E, z.scale, None,
+    )  # fmt: skip
+    grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    side, shape = GROUP.value, SHAPES[width]
+    arguments = (
+        tiles(call.q, call.steps[0], rows, width), tiles(grad_out, grad_steps, rows, width),
+        tiles(call.k, call.steps[1], side, width), tiles(call.v, call.steps[2], side, width),
+        flat(numbers.view(-1), [rows]), flat(sums, [16, 256]), counts,
+        *(tiles(x, list(x.stride()), side, width) for x in (grad_k, grad_v)),
+    )  # fmt: skip
+    start(
+        backward, (lines * key_blocks, 1, 1), kind_of(call, (), width), (*arguments, *sizes),
+        4, 1, STAGES=shape.stages, HALVES=shape.halves, ENTROPY=kinds == 3,
+        ORDERED=torch.are_deterministic_algorithms_enabled(), maxnreg=REGISTERS,
+    )  # fmt: skip
+    grad_q = q.new_empty(q.shape)
+    start(
+        finish_queries, (blocks * STEP.value // PART.value, heads, batch), (q.dtype,),
+        (sums, grad_q, queries, z.scale), 4, 1, WIDTH=wide, ROWS=rows,
+    )  # fmt: skip
+    return Gradients(grad_q, grad_k, grad_v, None, None, None, None, grad_sinks)
