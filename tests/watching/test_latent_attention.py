@@ -60,18 +60,41 @@ def test_a_clip_shrinks_each_part_as_muonclip_does(absorbed: bool) -> None:
             assert torch.equal(now, was)
 
 
-@pytest.mark.parametrize("rank", [None, RANK])
-@pytest.mark.parametrize("family", ["DeepseekV2", "DeepseekV3", "MiniCPM3"])
-def test_transformers_models_are_clipped_to_the_limit(family: str, rank: int | None) -> None:
-    config = getattr(transformers, f"{family}Config")(q_lora_rank=rank, **SIZES)
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROUPS = EXPERTS | {"n_group": 1, "topk_group": 1}
+INDEXER = {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 4}
+MORE: dict[str, dict[str, Any]] = {
+    "DeepseekV2": {}, "DeepseekV3": {}, "MiniCPM3": {}, "Glm4MoeLite": GROUPS,
+    "DeepseekV32": INDEXER, "GlmMoeDsa": GROUPS | INDEXER | {"qk_head_dim": PLAIN + ROTARY},
+    "LongcatFlash": {
+        "ffn_hidden_size": 32, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2,
+        "zero_expert_num": 1, "num_layers": 2, "head_dim": ROTARY, "bos_token_id": 1,
+        "qk_head_dim": PLAIN + ROTARY, "eos_token_id": 2,
+    },
+}  # fmt: skip
+"""Kimi K2 is DeepseekV3 by its configuration; those with an indexer hide all but a few keys."""
+FULL = ("DeepseekV2", "DeepseekV3", "MiniCPM3", "Glm4MoeLite")  # queries need no latent
+
+
+@pytest.mark.parametrize(
+    ("family", "rank"), [*((x, RANK) for x in MORE), *((x, None) for x in FULL)]
+)
+def test_transformers_models_are_read_and_clipped(family: str, rank: int | None) -> None:
+    kind = getattr(transformers, f"{family}Config")
+    config = kind(q_lora_rank=rank, **SIZES | MORE[family])
+    config._attn_implementation = "eager"
     model = transformers.AutoModel.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "q_b_proj" in name or "q_proj" in name:
+            if ("q_b_proj" in name or "q_proj" in name) and "index" not in name:
                 parameter.normal_(std=4)
     tokens = torch.randint(1, 50, (2, 12))
-    with hw.watch(model) as seen:
-        model(tokens)
+    with hw.watch(model, strict=True) as seen:
+        weights = model(tokens, output_attentions=True).attentions
+    for layer, p in zip(seen.layers, weights, strict=True):
+        entropy = torch.special.entr(p).sum(-1)
+        torch.testing.assert_close(layer.observation.entropy, entropy, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer.map().to_tensor(), p, rtol=1e-4, atol=1e-5)
     values = [row["max_logit_max"] for row in seen.heads() if row["layer"] == 0]
     limit = sorted(values)[HEADS // 2]
     clips = hw.qk_clip(model, seen, limit)

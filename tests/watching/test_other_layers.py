@@ -1,6 +1,7 @@
 """Layers without a softmax: listed by what they are, their states in figures, their maps exact."""
 
 import functools
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.watching.recorder.other_layers import Recurrence
+from tests.watching import tiny_models
 
 GENERAL: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50,
@@ -125,16 +127,70 @@ def test_heads_are_those_with_a_softmax_and_generation_has_no_implied_map() -> N
         seen.implied_map("model.layers.1.self_attn", 0)
 
 
-def test_layers_whose_recurrence_is_not_read_are_listed() -> None:
+HYBRIDS = (
+    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "mamba", "minimax", "nemotron_h",
+    "olmo_hybrid", "rwkv", "zamba2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_every_hybrid_has_figures(family: str) -> None:
+    model, given = tiny_models.ready(family)
+    with torch.no_grad(), hw.watch(model) as seen:
+        model(**given)
+    assert not seen.unread
+    named = {layer.name for layer in seen.layers}
+    for row in seen.others:
+        assert row["name"] not in named
+        assert 0 < row["decay_mean"] < 1
+        assert row["memory"] > 0
+        known = row["kind"] in ("Mamba", "Mamba-2", "gated delta rule")
+        assert (row["state_norm"] > 0) == known
+
+
+def test_mamba_s_decays_are_those_of_its_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mamba import modeling_mamba
+
+    model, given = tiny_models.ready("mamba")
+    kept, scan = [], modeling_mamba.mamba_selective_scan
+
+    def mamba_selective_scan(*values: Any, **options: Any) -> Any:
+        found = inspect.signature(scan).bind(*values, **options).arguments
+        step = torch.nn.functional.softplus(found["dt"] + found["delta_bias"][:, None])
+        kept.append(found["A"][:, None] * step[..., None])
+        return scan(*values, **options)
+
+    mamba_selective_scan.__signature__ = inspect.signature(scan)  # type: ignore[attr-defined]
+    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", mamba_selective_scan)
+    with torch.no_grad(), hw.watch(model) as seen:
+        model(**given)
+    for row, decay in zip(seen.others, kept, strict=True):
+        assert row["decay_mean"] == pytest.approx(float(decay.exp().mean()), rel=1e-4)
+        assert row["memory"] == pytest.approx(-1 / float(decay.mean()), rel=1e-4)
+    with pytest.raises(ValueError, match="it has none"):
+        seen.implied_map(seen.others[0]["name"], 0)
+
+
+def test_decays_that_no_token_changes_are_those_of_the_weights() -> None:
     config = transformers.RwkvConfig(
         hidden_size=16, vocab_size=50, num_hidden_layers=2, attention_hidden_size=16
     )
     model = transformers.AutoModel.from_config(config).eval()
     with hw.watch(model) as seen:
         model(torch.randint(1, 50, (1, 6)))
-    assert [(row["kind"], row["decay_mean"] == row["decay_mean"]) for row in seen.others] == [
-        ("RWKV", False), ("RWKV", False),
-    ]  # fmt: skip
+    assert seen.others["kind"] == ["RWKV", "RWKV"]
+    for block, row in zip(model.blocks, seen.others, strict=True):
+        rates = block.attention.time_decay.detach().exp()
+        assert row["decay_mean"] == pytest.approx(float((-rates).exp().mean()), rel=1e-5)
+        assert row["memory"] == pytest.approx(1 / float(rates.mean()), rel=1e-5)
     assert len(seen.heads()) == 0
     with pytest.raises(ValueError, match="its calls were not seen"):
         seen.implied_map("blocks.0.attention", 0)
+
+
+def test_layers_whose_recurrence_is_not_read_are_listed() -> None:
+    model, given = tiny_models.ready("recurrent_gemma")
+    with torch.no_grad(), hw.watch(model) as seen:
+        model(**given)
+    assert {row["kind"] for row in seen.others} == {"RG-LRU"}
+    assert all(row["decay_mean"] != row["decay_mean"] for row in seen.others)

@@ -16,20 +16,29 @@ from headwise.watching.adapters.module_forwards import named_modules
 from headwise.watching.adapters.patching import Replacement, Undo, places
 from headwise.watching.adapters.torch_calls import Listener
 from headwise.watching.recorder.checkpointing import recomputing
-from headwise.watching.recorder.other_layers import FUNCTIONS, MAMBA2, Recurrence, other_kinds
+from headwise.watching.recorder.other_layers import (
+    FUNCTIONS,
+    MAMBA,
+    MAMBA2,
+    Recurrence,
+    other_kinds,
+)
 
-READ = {name: kind for name, kind in FUNCTIONS.items() if name != "mamba_selective_scan"}
+SAMPLE = 64  # tokens of Mamba, every one of which has a decay per channel and state
 
 
 def attach(model: nn.Module, listener: Listener) -> list[Undo]:
     """Note a model's layers without a softmax, and show their recurrences; returns the undoing."""
     others, names = listener.recorder.others, {id(x): name for name, x in named_modules(model)}
-    others.kinds = {names[id(x)]: kind for x, kind in other_kinds(model) if id(x) in names}
+    layers = [(x, names[id(x)], kind) for x, kind in other_kinds(model) if id(x) in names]
+    others.kinds = {name: kind for _, name, kind in layers}
+    decays = ((name, fixed_decay(module)) for module, name, _ in layers)
+    others.fixed = {name: decay for name, decay in decays if decay is not None}
     if not others.kinds or listener.recorder.aside:
         return []
 
     def wanted(value: object) -> bool:
-        return isinstance(value, FunctionType) and value.__name__ in READ
+        return isinstance(value, FunctionType) and value.__name__ in FUNCTIONS
 
     return [_replacement(owner, name).add(listener) for owner, name in {*places(model, wanted)}]
 
@@ -54,17 +63,30 @@ def _make(original: Any, users: list[Listener]) -> Callable[..., Any]:
                 with recorder.unread.reading(name, "its recurrence was not read: "):
                     bound = signature.bind(*given, **options)
                     bound.apply_defaults()
-                    recorder.others.record(name, _read(original.__name__, bound.arguments, out))
+                    call = _read(original.__name__, bound.arguments, out)
+                    recorder.others.record(name, call)
         return out
 
     return run
 
 
+def fixed_decay(module: nn.Module) -> Tensor | None:
+    """The logarithms of the decays (H, channels) of a layer in which no token changes them."""
+    rates, slopes = getattr(module, "time_decay", None), getattr(module, "slope_rate", None)
+    if isinstance(rates, Tensor):  # RWKV's, one per channel
+        return -rates.detach().float().exp().flatten()[None]
+    if isinstance(slopes, Tensor):  # of lightning attention, one per head
+        return -slopes.detach().float().flatten()[:, None]
+    return None
+
+
 def _read(name: str, given: dict[str, Any], out: Any) -> Recurrence:
     """The recurrence of a call, and the state that it returned."""
     state = out[1] if isinstance(out, tuple) else None
-    if READ[name] == MAMBA2:
+    if FUNCTIONS[name] == MAMBA2:
         return _mamba2(given, state)
+    if FUNCTIONS[name] == MAMBA:
+        return _mamba(given, state)
     q, k = (given[side].detach().float() for side in ("query", "key"))
     if given["use_qk_l2norm_in_kernel"]:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
@@ -73,6 +95,19 @@ def _read(name: str, given: dict[str, Any], out: Any) -> Recurrence:
     decay = decay if decay.ndim == 4 else decay[..., None]
     write, begun = given["beta"].detach(), given["initial_state"] is not None
     return Recurrence(q * q.shape[-1] ** -0.5, k, decay, write, True, state, begun)
+
+
+def _mamba(given: dict[str, Any], state: Tensor | None) -> Recurrence:
+    """A state-space layer in which every channel has a recurrence of its own: all as one head."""
+    step = given["dt"].detach()[:, :, :: -(-given["dt"].shape[2] // SAMPLE)]  # (B, channels, N)
+    if given["delta_bias"] is not None:
+        step = step + given["delta_bias"].detach()[:, None]
+    step = (F.softplus(step) if given["delta_softplus"] else step).float()
+    decay = given["A"].detach().float()[:, None] * step[..., None]  # (B, channels, N, states)
+    decay = decay.transpose(1, 2).flatten(2)[:, :, None]
+    none = decay.new_zeros(*decay.shape[:3], 0)
+    state = None if state is None else state.detach()[:, None]
+    return Recurrence(none, none, decay, decay[..., 0], False, state, False)
 
 
 def _mamba2(given: dict[str, Any], state: Tensor | None) -> Recurrence:

@@ -105,6 +105,7 @@ class OtherLayers:
     kept: bool  # calls, for implied maps
     kinds: dict[str, str] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
+    fixed: dict[str, Tensor] = field(default_factory=dict)  # log decays (H, channels) of weights
     ended: bool = False  # a step ended: what comes next starts anew
 
     def record(self, name: str, call: Recurrence) -> None:
@@ -123,7 +124,8 @@ class OtherLayers:
         states = 0 if call.state is None else len(call.state)
         if before is not None:
             sums, states = sums + before.sums, states + before.states
-        self.seen[name] = Seen(sums, states, call if self.kept else None)
+        mapped = self.kept and call.queries.shape[-1] > 0
+        self.seen[name] = Seen(sums, states, call if mapped else None)
 
     def table(self) -> Table:
         """One row per head, or per layer whose heads were not seen; figures are NaN there."""
@@ -133,7 +135,11 @@ class OtherLayers:
             row: dict[str, Value] = {"name": name, "kind": kind}
             seen = self.seen.get(name)
             if seen is None:
-                rows.append(row | {"head": 0, "decay_mean": nan, "memory": nan, "state_norm": nan})
+                for head, logs in enumerate(self.fixed.get(name, torch.full((1, 1), nan)).double()):
+                    log = float(logs.mean())
+                    known: dict[str, Value] = {"head": head, "decay_mean": float(logs.exp().mean())}
+                    known["memory"] = -1 / log if log else float("inf")
+                    rows.append(row | known | {"state_norm": nan})
                 continue
             for head, (n, decay, log, norm) in enumerate(seen.sums.T.tolist()):
                 figures: dict[str, Value] = {
@@ -152,7 +158,9 @@ class OtherLayers:
             raise ValueError(f"{name!r} is not one of seen.others; there are {there}")
         call = self.seen[name].last if name in self.seen else None
         if call is None:
-            why = "maps=False keeps no calls" if name in self.seen else "its calls were not seen"
+            why = "its calls were not seen"
+            if name in self.seen:
+                why = "maps=False keeps no calls" if not self.kept else "it has none"
             raise ValueError(f"there is no implied map of {name}: {why}")
         if call.begun:
             raise ValueError(
