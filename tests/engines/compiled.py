@@ -20,20 +20,23 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.core.row_sums import ROW_SUMS, RowResults
-from headwise.engines.triton.host.hopper_call import ROWS, TILES
+from headwise.engines.triton.host.hopper_call import GROUP, TILES, HopperTile
 from headwise.engines.triton.host.hopper_tiles import layout
 from headwise.engines.triton.host.moments_call import CUTS
-from headwise.engines.triton.kernels.hopper_forward import REGISTERS, HopperSizes, forward
+from headwise.engines.triton.kernels.hopper_forward import EVERYWHERE, REGISTERS, forward
+from headwise.engines.triton.kernels.hopper_items import HopperMask, HopperSizes
 from headwise.engines.triton.kernels.hopper_softmax import numbers_of_cap
 
+MASKS = {"none": (False, 0), "band": (True, 0), "documents": (True, 1), "sinks": (True, 2)}
 VARIANTS = [
-    {"width": width, "banded": banded, "observed": observed, "capped": capped, "valued": valued}
-    for width in (64, 128)
-    for banded in (False, True)
+    {"widths": widths, "mask": mask, "observed": observed, "capped": capped, "valued": valued}
+    for widths in ((64, 64), (128, 128), (192, 128), (256, 256))
+    for mask in MASKS
     for observed in (False, True)
     for capped in (False, True)
     for valued in (True, False)
-    if valued or (observed and not capped)
+    if valued or (observed and not capped and widths[0] <= 128)
+    if not capped or widths[0] == widths[1] < 192
 ]
 
 
@@ -53,29 +56,50 @@ class NoGPU:
         return self.target
 
 
-def compiled(width: int, banded: bool, observed: bool, capped: bool, valued: bool) -> Any:
-    shape = TILES[width]
+def compiled(
+    widths: tuple[int, int],
+    mask: str,
+    observed: bool,
+    capped: bool,
+    valued: bool,
+    shape: HopperTile | None = None,
+) -> Any:
+    """Compile a variant for the tile of the table, or for another one."""
+    (width, value_width), (banded, pieces) = widths, MASKS[mask]
+    shape = TILES[widths] if shape is None else shape
+    first = 128 if width == 192 else width
 
-    def tiles(rows: int) -> TensorDescriptor:
+    def tiles(rows: int, width: int) -> TensorDescriptor:
         x = torch.empty(1, 2, 1024, width, dtype=torch.bfloat16)
         block = [1, 1, rows, width]
         return TensorDescriptor(
             x, list(x.shape), list(x.stride()), block, layout(x.dtype, *block[2:])
         )
 
-    row = torch.empty(2048)
-    rest = row if observed and banded and not capped else None
+    row, whole = torch.empty(2048), torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16)
     asked = row if observed else None
-    sums = dict.fromkeys(("log_total", *ROW_SUMS), asked)
-    written = RowResults(None, row, row, **sums, logit_mean=rest, logit_var=rest)
-    rows, keys = tiles(ROWS // 2), tiles(shape.keys)
+    in_blocks = banded and not pieces and not capped and width in CUTS  # of keys: some moments
+    sums = dict.fromkeys(("log_total", *ROW_SUMS, "logit_mean", "logit_var"), asked)
+    written = RowResults(None, row, row, **sums, visible=None if in_blocks else asked)
+    every = CUTS[width].block if in_blocks else EVERYWHERE.value
+    numbers = torch.empty(2048, dtype=torch.int32)
+    read = HopperMask(numbers, None, numbers, whole) if pieces else HopperMask()
     sizes = HopperSizes(
-        1024, 1024, 2, 1, 0, 1, 0, 16, 0.07, 0.1, numbers_of_cap(0.01) if capped else None
-    )
+        1024, 1024, 2, 1, value_width, 0, 1, 0, 16, *[1024] * 9, 0.07, 0.1,
+        numbers_of_cap(0.01) if capped else None,
+    )  # fmt: skip
+    out = None
+    if valued:
+        out = whole if shape.direct else tiles(GROUP, value_width)
+    split = width > first
     return forward.warmup(
-        rows, keys, keys if valued else None, rows if valued else None, written, None, *sizes,
-        shape.stages, banded, 0 if rest is None else CUTS[width].block, num_warps=4,
-        maxnreg=REGISTERS, grid=(1,),
+        tiles(GROUP, first), tiles(shape.keys, first),
+        tiles(shape.keys, value_width) if valued else None,
+        tiles(GROUP, width - first) if split else None,
+        tiles(shape.keys, width - first) if split else None,
+        out, written, None, read, *sizes,
+        shape.groups, shape.stages, banded, pieces, every if observed else 0,
+        shape.direct or not valued, num_warps=4, maxnreg=REGISTERS[shape.groups], grid=(1,),
     )  # fmt: skip
 
 

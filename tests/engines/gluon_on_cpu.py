@@ -21,6 +21,7 @@ engine launch its Gluon kernels here, beside Triton's own interpreter for the ot
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -562,6 +563,7 @@ class Barriers:
 
     def __init__(self, made: list[Barrier | None], n: int = 0) -> None:
         self.made, self.n = made, n
+        self.shape = [len(made), 1]
 
     def index(self, n: Any) -> Barriers:
         if not 0 <= int(n) < len(self.made):
@@ -708,6 +710,11 @@ def _sum(x: Value, axis: int | None = None, **_: Any) -> Value:
     return Value(data.sum() if axis is None else data.sum(axis, dtype=data.dtype))
 
 
+def _any_bit(x: Value, axis: int = 0) -> Value:
+    found = x.data.movedim(axis, 0)
+    return Value(functools.reduce(torch.bitwise_or, found.unbind(0)))
+
+
 def _elementwise(operate: Callable[..., Tensor]) -> Callable[..., Value]:
     return lambda *given, **_: Value(operate(*together(*given)))
 
@@ -788,6 +795,7 @@ def _language(grid: tuple[int, int, int]) -> types.SimpleNamespace:
         zeros_like=lambda x: Value(torch.zeros_like(x.data)),
         where=_choose, cdiv=_cdiv,
         maximum=_elementwise(torch.fmax), minimum=_elementwise(torch.fmin),
+        reduce_or=_any_bit, multiple_of=lambda x, *_: x,
         max=_reduction(torch.amax, -math.inf), min=_reduction(torch.amin, math.inf), sum=_sum,
         exp2=_elementwise(torch.exp2), exp=_elementwise(torch.exp), log2=_elementwise(torch.log2),
         log=_elementwise(torch.log), sqrt=_elementwise(torch.sqrt), abs=_elementwise(torch.abs),
@@ -798,7 +806,6 @@ def _language(grid: tuple[int, int, int]) -> types.SimpleNamespace:
         join=lambda a, b: Value(torch.stack((a.data, b.data), -1)),
         reshape=lambda x, *shape: x.reshape(*shape), permute=lambda x, *order: x.permute(*order),
         to_tensor=lambda x: Value(tensor(x)), assume=lambda *_: None, device_assert=lambda *_: None,
-        multiple_of=lambda x, *_: x,
     )  # fmt: skip
 
 
@@ -817,6 +824,9 @@ def _stand_ins(grid: tuple[int, int, int]) -> dict[int, Any]:
     }  # fmt: skip
     own = {"warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait, "fence_async_shared": fence}
     found: dict[int, Any] = {id(gluon_language): _language(grid)}
+    found[id(getattr(gluon_language, "barrier", None) or gluon_language.thread_barrier)] = (
+        lambda **_: None
+    )
     found |= {id(tma): types.SimpleNamespace(**tmas), id(bar): types.SimpleNamespace(**bars)}
     found[id(async_add)] = tmas["async_atomic_add"]
     for module, names in ((tma, tmas), (bar, bars), (hopper, own)):

@@ -15,27 +15,22 @@ from torch import Tensor
 import headwise as hw
 from headwise.core.options import Options
 from headwise.core.problem import pose
-from headwise.core.row_sums import LOG_TOTAL, ROW_SUMS
 from headwise.engines.triton.hopper import HOPPER
-from tests.engines import gluon_on_cpu
 from tests.engines import test_triton as kernels
 from tests.engines.agreement import assert_agrees
 from tests.problems import Call, Recipe, every_pair
 
 pytest.importorskip("triton", reason="the engine's kernel is written in Gluon, a part of Triton")
 
-from headwise.engines.triton.host import attention_call, hopper_call
-from headwise.engines.triton.host.launches import Launches
+from headwise.engines.triton.host import attention_call
 from headwise.engines.triton.kernels.hopper_softmax import numbers_of_cap
 
-FLAGS_OF_SUMS = [each.flag for each in ROW_SUMS.values()]
-OWN_SUMS = ("lse", "max_logit", *ROW_SUMS)
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HERE, reason="its kernel runs on Hopper GPUs only")
 
 
 @pytest.mark.parametrize(
-    ("step", "count"), [(3, 7), pytest.param(1, 20, marks=pytest.mark.slow)], ids=["some", "all"]
+    ("step", "count"), [(9, 7), pytest.param(1, 56, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_variants_compile_within_a_multiprocessors_memory(step: int, count: int) -> None:
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -45,7 +40,10 @@ def test_variants_compile_within_a_multiprocessors_memory(step: int, count: int)
     assert len(variants) == count
     for variant in variants:
         assert variant["shared"] <= 227 * 1024, variant
-        assert variant["stack"] <= 512, variant  # spilled between blocks, not inside their loop
+        # Spilled between blocks, not inside their loop, and where the producer cleans values.
+        assert variant["stack"] <= (768 if variant["mask"] in ("documents", "sinks") else 512), (
+            variant
+        )
 
 
 def test_without_a_hopper_gpu_it_refuses_and_another_engine_serves() -> None:
@@ -68,7 +66,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 REFUSED = {
     "float32": ({"dtype": torch.float32}, {}, "float16"),
-    "wide": ({"width": 192}, {}, "wide"),
+    "wide": ({"width": 264}, {}, "wide"),
     "odd": ({"width": 20}, {}, "multiples of 8"),
     "tiny cap": ({}, {"softcap": 1e-7}, "caps between"),
     "huge cap": ({}, {"softcap": 1e7}, "caps between"),
@@ -76,8 +74,7 @@ REFUSED = {
     "tiny scale": ({}, {"score": hw.Dot(1e-7)}, "scales between"),
     "alibi": ({}, {"bias": hw.ALiBi(2)}, "plain or capped"),
     "dropout": ({}, {"dropout": 0.1}, "dropout"),
-    "documents": ({}, {"mask": hw.mask.documents(torch.arange(300) // 100)}, "bands"),
-    "unseen keys": ({}, {"mask": hw.mask.window(5, offset=0)}, "no row"),
+    "dense": ({}, {"mask": hw.mask.dense(torch.ones(200, 300, dtype=torch.bool).tril())}, "dense"),
     "few queries": ({"queries": 1, "keys": 4096}, {}, "few queries"),
 }
 
@@ -113,36 +110,6 @@ def test_the_numbers_of_a_cap_give_tanh_by_both_formulas(ratio: float) -> None:
     assert (1 - 2 / (1 + torch.exp2(factor * x)) - torch.tanh(ratio * x)).abs().max() < 1e-12
 
 
-EMULATED = {
-    "none": (None, 200, 300, {}),
-    "causal": (hw.mask.causal(), 300, 300, {}),
-    "first rows see nothing": (hw.mask.causal(offset=-60), 200, 140, {}),
-    "window": (hw.mask.causal() & hw.mask.window(70), 300, 300, {"sinks": torch.randn(4)}),
-    "both sides": (hw.mask.window(50, 40), 260, 260, {"softcap": 2.0}),
-}
-
-
-@pytest.mark.parametrize("case", EMULATED)
-@pytest.mark.parametrize("keys", [32, 128])  # of a tile
-def test_its_kernel_computes_on_a_cpu_what_the_reference_does(
-    case: str, keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mask, n, m, options = EMULATED[case]
-    monkeypatch.setitem(hopper_call.TILES, 32, hopper_call.HopperTile(keys, 2))
-    monkeypatch.setattr(hopper_call, "multiprocessors", lambda device: 3)
-    q, k, v = (torch.randn(1, heads, x, 24).half() for heads, x in ((4, n), (2, m), (2, m)))
-    problem = pose("attention", q, k, v, Options(mask=mask, **options))
-    with gluon_on_cpu.emulated(seed=keys):
-        found = hopper_call.run_hopper_forward(
-            Launches(), q, k, v, problem.terms(banded=True), LOG_TOTAL | sum(FLAGS_OF_SUMS)
-        )
-    wide = (x.double() for x in (q, k, v))
-    out, seen = hw.observe(*wide, mask=mask, **options, stats=OWN_SUMS, engine="reference")
-    kernels.compare({"out": found.out}, {"out": out}, 4e-3)
-    own = {name: getattr(found, name) for name in OWN_SUMS}
-    kernels.compare(own, seen.values, 1e-4)
-
-
 @pytest.mark.gpu
 @on_hopper
 def test_observed_and_banded_calls_go_to_it() -> None:
@@ -167,7 +134,10 @@ def test_plain_calls_without_gradients_go_to_it_where_it_is_fastest() -> None:
 
 SERVED = {
     "score": ("dot", "scaled", "general", "cosine"),
-    "mask": ("none", "causal", "window"),
+    "mask": (
+        *("none", "causal", "offsets", "window", "prefix-lm", "padding", "documents", "between"),
+        "sinks and window",
+    ),
     "bias": ("none",),
     "dropout": ("none",),
     "dtype": ("bfloat16", "float16"),
@@ -207,16 +177,10 @@ def refusal(recipe: Recipe, device: str = "cpu") -> str | None:
     )
 
 
-def test_all_but_a_few_generated_problems_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    # as on a GPU, where tiles are wider and only more keys than these are split
-    monkeypatch.setattr(
-        attention_call, "pad", lambda x: max(64, 1 << (x.shape[-1] - 1).bit_length())
-    )
+def test_all_generated_problems_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    # on a GPU, where tiles are wider, only more keys than these are split
     monkeypatch.setattr(attention_call, "few", lambda q, k: False)
-    reasons = [refusal(pair.values[0]) for pair in pairs]
-    assert reasons.count(None) >= len(reasons) - 4
-    masks = ("it takes masks that are bands", "some keys are seen by no row")
-    assert all(reason is None or reason.startswith(masks) for reason in reasons)
+    assert {refusal(pair.values[0]) for pair in pairs} == {None}
 
 
 OWN = ("lse", "max_logit", "entropy", "distance")  # from its own kernel at any length

@@ -11,14 +11,15 @@ import torch
 
 from headwise.core.problem import Problem
 from headwise.engines.triton.engine import TRITON, Triton
+from headwise.engines.triton.limits import WIDEST
 
-WIDEST = 128  # head width: wider accumulators don't fit the registers
+PROVEN = 128  # head width: beyond it, and for masks that are no bands, "auto" prefers others
 HOPPER_GENERATION = 9
 LONG = 4096  # queries and keys from which this forward is faster than cuDNN's (docs/gpu.md)
 
 
 class Hopper(Triton):
-    """Plain and capped dot scores in 16-bit dtypes, under masks that are bands."""
+    """Plain and capped dot scores in 16-bit dtypes, under any mask but a dense one."""
 
     name = "hopper"
     rank = 2
@@ -40,11 +41,9 @@ class Hopper(Triton):
         q, v = problem.q, problem.v
         if q.dtype not in (torch.bfloat16, torch.float16):
             return f"it takes bfloat16 and float16, and this is {q.dtype}"
-        host = self._host()
         v = v if v.shape[-1] else problem.k  # without values the keys stand in for them
-        if host.pad(q) != host.pad(v) or host.pad(q) > WIDEST:
-            widths = f"heads are {q.shape[-1]} and {v.shape[-1]} wide"
-            return f"{widths}; it takes both up to 64, or both from 65 to 128"
+        if max(q.shape[-1], v.shape[-1]) > WIDEST:
+            return f"heads are {q.shape[-1]} and {v.shape[-1]} wide; it takes 1 to {WIDEST}"
         if v.shape[-1] % 8:
             return f"values are {v.shape[-1]} wide; it takes multiples of 8"
         if problem.additive is not None or problem.bias is not None:
@@ -54,15 +53,11 @@ class Hopper(Triton):
         return self._refuses_mask(problem) or self._refuses_scale(problem)
 
     def _refuses_mask(self, problem: Problem) -> str | None:
-        q, k = problem.q, problem.k
-        band, rest = problem.band()
-        if band is None or rest is not None:
-            return "it takes masks that are bands, such as causal() and window()"
-        if k.shape[2] == 0:
+        if problem.mask is not None and problem.mask.pieces == 0:
+            return "it takes masks of intervals, such as causal() and documents(), not dense ones"
+        if problem.k.shape[2] == 0:
             return "there are no keys, so there is nothing to compute"
-        if self._host().leaves_keys(q, k, band):
-            return "some keys are seen by no row, and it would read them"
-        if self._host().few(q, k):
+        if self._host().few(problem.q, problem.k):
             return "few queries meet many keys, which is faster with the keys split over the GPU"
         return None
 
@@ -77,8 +72,11 @@ class Hopper(Triton):
 
     def priority(self, problem: Problem) -> int:
         """Come before PyTorch's kernels for long inputs of wide heads without gradients."""
-        q, k = problem.q, problem.k
-        learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, problem.v))
+        q, k, v = problem.q, problem.k, problem.v
+        band, rest = problem.band()
+        if band is None or rest is not None or max(q.shape[-1], v.shape[-1]) > PROVEN:
+            return TRITON.rank
+        learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         ahead = not learning and min(q.shape[2], k.shape[2]) >= LONG and q.shape[-1] > 64
         return 0 if ahead else self.rank
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwise.engines.triton.kernels.tile import interval
+from headwise.engines.triton.kernels.tile import LOOSE, Sizes, interval
+
+FIELDS = tl.constexpr(8)  # numbers per piece of an entry of `item_blocks`
 
 
 @triton.jit
@@ -95,3 +97,71 @@ def middle_of(n, one, two, middle, BLOCK: tl.constexpr, PIECES: tl.constexpr):
         _, _, low2, _, _, inner2, _, _ = two
         start = tl.where(n < middle, start, low2 + (inner2 + n - middle) * BLOCK)
     return start
+
+
+@triton.jit(do_not_specialize=[*LOOSE, "blocks"])
+def item_blocks(
+    t,
+    queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+    interval_head, position_batch, threshold, scale, softcap, kept_share,
+    table, blocks,
+    ROWS: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Write the blocks of keys that a block of rows visits, for the Hopper forward.
+
+    table begins with FIELDS numbers, the first of them 0. Then comes an entry for each batch entry,
+    head and block of rows: of each piece the first key of its blocks, `inner` and `outer` as
+    `extent` returns them, the number of blocks, the first key of the last one, and 1 if masked
+    blocks may contain a key that none of the rows sees. The last block begins early instead where
+    that helps, and keys before the first and after the last are zero. PADDED: ROWS, or the next
+    power of two.
+    """
+    z = Sizes(
+        queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
+        interval_head, position_batch, threshold, scale, softcap, kept_share,
+    )  # fmt: skip
+    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lane = tl.arange(0, PADDED)
+    i = block * ROWS + lane
+    here = (lane < ROWS) & (i < z.queries)
+    beside = (lane + 1 < ROWS) & (i + 1 < z.queries)
+    line = (b * tl.num_programs(1) + h).to(tl.int64) * blocks + block
+    start = table + FIELDS + line * (PIECES * FIELDS)
+    total = 0
+    for piece in tl.static_range(PIECES):
+        first, last = interval(t, z, piece, b, h, i)
+        next_first, next_last = interval(t, z, piece, b, h, i + 1)
+        seen = here & (first < last)
+        more = beside & (next_first < next_last)
+        lowest = tl.min(tl.where(seen, first, z.keys), 0)
+        highest = tl.max(tl.where(seen, last, 0), 0)
+        all_low = tl.max(tl.where(here, first, 0), 0)
+        all_high = tl.min(tl.where(here, tl.where(seen, last, 0), z.keys), 0)
+        length = tl.maximum(highest - lowest, 0)
+        count = tl.cdiv(length, KEYS)
+        inner = tl.cdiv(tl.maximum(all_low - lowest, 0), KEYS)
+        outer = tl.maximum(all_high - lowest, 0) // KEYS
+        some = (outer > inner) & (count > 0)
+        inner, outer = tl.where(some, inner, count), tl.where(some, outer, count)
+        # Touching intervals of neighbours leave no gap.
+        apart = seen & more & ((next_first > last) | (next_last < first))
+        runs = tl.sum((seen & ~more).to(tl.int32), 0)
+        gap = (tl.max(apart.to(tl.int32), 0) > 0) | (runs > 1)
+        alone = (count == 1) & (lowest > 0) & (highest < z.keys) & (length < KEYS)
+        early = (highest < z.keys) & ((count > 1) | (lowest == 0))
+        final = tl.where(early, highest - KEYS, lowest + (count - 1) * KEYS)
+        total += count
+        if piece == PIECES - 1:  # rows that see nothing visit one block, before the first key
+            nothing = total == 0
+            count = tl.where(nothing, 1, count)
+            inner, outer = tl.where(nothing, 1, inner), tl.where(nothing, 1, outer)
+            lowest, final = tl.where(nothing, -KEYS, lowest), tl.where(nothing, -KEYS, final)
+        at = start + piece * FIELDS
+        tl.store(at, lowest)
+        tl.store(at + 1, inner)
+        tl.store(at + 2, outer)
+        tl.store(at + 3, count)
+        tl.store(at + 4, final)
+        tl.store(at + 5, (gap | alone).to(tl.int32))
+    if block + h + b == 0:
+        tl.store(table, 0)

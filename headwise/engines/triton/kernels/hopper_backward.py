@@ -27,13 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from headwise.engines.triton.kernels.hopper_forward import (
-    GROUPS,
-    async_load,
-    async_store,
-    barriers_of,
-    whole_tile,
-)
+from headwise.engines.triton.kernels.hopper_forward import async_store, barriers_of
+from headwise.engines.triton.kernels.hopper_loads import async_load, whole_tile
 from headwise.engines.triton.kernels.hopper_softmax import (
     GROUP,
     NOTHING,
@@ -45,6 +40,7 @@ from headwise.engines.triton.kernels.hopper_softmax import (
 
 LEAST = gl.constexpr(-1024.0)  # exponents below it have no weight
 KEYS = gl.constexpr(128)  # per program: 64 for each warpgroup
+GROUPS = gl.constexpr(2)  # consumer warpgroups per program
 REGISTERS = 168  # per thread at launch; then consumers take 240, the others 24
 
 

@@ -183,7 +183,10 @@ def soften(
 
 @gluon.jit
 def put_moments(state, some, b, h, i, z, written, ROWS: gl.constexpr):
-    """Write mean and sum of squares of the logits so far; return the state without them."""
+    """Write mean and sum of squares of the logits so far; return the state without them.
+
+    If the number of visible keys is asked for too, these are all logits, and the variance follows.
+    """
     m, l, sums, moments = state
     count, off, squares = moments
     base = product(m, z.unit)
@@ -196,6 +199,9 @@ def put_moments(state, some, b, h, i, z, written, ROWS: gl.constexpr):
     here = i < z.queries
     gl.store(written.logit_mean + line, gl.where(there, (base + about) * LN2, 0.0), mask=here)
     spread = gl.where(there, gl.maximum(squares - off * about, 0.0), 0.0) * (LN2 * LN2)
+    if written.visible is not None:
+        gl.store(written.visible + line, count, mask=here)
+        spread = spread / gl.maximum(count, 1.0)
     gl.store(written.logit_var + line, spread, mask=here)
     return m, l, sums, (l, l, l)
 

@@ -1,0 +1,151 @@
+"""The Hopper kernel on a CPU, by `gluon_on_cpu`: every kind of mask and width, and no race."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernel is written in Gluon, a part of Triton")
+pytest.importorskip("greenlet", reason="the emulator's partitions are greenlets")
+
+import headwise as hw
+from headwise.core.options import Options
+from headwise.core.place import Place
+from headwise.core.problem import pose
+from headwise.core.row_sums import EVERYTHING, RowResults
+from headwise.engines.triton.host import hopper_call
+from headwise.engines.triton.host.launches import Launches
+from tests.engines import test_triton as kernels
+from tests.engines.gluon_on_cpu import emulated
+
+NAMES = (*("lse", "max_logit", "entropy", "distance", "participation", "logit_mean", "logit_var"),)
+B, H = 2, 2
+Make = Callable[[int, int], hw.mask.Mask | None]  # of queries and keys
+
+
+def ids(m: int) -> Tensor:
+    """Return documents that begin anywhere: some shorter than a tile, others longer."""
+    return (torch.rand(B, m) < 0.03).cumsum(-1)
+
+
+def some(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape)
+
+
+MASKS: dict[str, Make] = {
+    "none": lambda n, m: None,
+    "causal": lambda n, m: hw.mask.causal(),
+    "first rows see nothing": lambda n, m: hw.mask.causal(offset=-60),
+    "last keys are hidden": lambda n, m: hw.mask.causal(offset=-30),
+    "window": lambda n, m: hw.mask.causal() & hw.mask.window(70),
+    "both sides": lambda n, m: hw.mask.window(50, 40, offset=60),
+    "offsets": lambda n, m: hw.mask.causal([-20, 150]),
+    "documents": lambda n, m: hw.mask.documents(ids(m)),
+    "causal documents": lambda n, m: hw.mask.causal() & hw.mask.documents(ids(m)),
+    "prefix": lambda n, m: hw.mask.causal() | hw.mask.prefix([70, 0]),
+    "sinks and window": lambda n, m: hw.mask.causal() & (hw.mask.window(60) | hw.mask.prefix(4)),
+    "sinks and narrow window": lambda n, m: (
+        hw.mask.causal() & (hw.mask.window(3) | hw.mask.prefix(1))
+    ),
+    "lengths": lambda n, m: hw.mask.lengths([m - 50, 20]),
+    "nothing": lambda n, m: hw.mask.lengths([0, m]),
+    "padding on the left": lambda n, m: (
+        hw.mask.causal() & hw.mask.between(torch.tensor([40, 170])[:, None, None], torch.tensor(m))
+    ),
+    "some in the middle": lambda n, m: hw.mask.between(some(60, 80, B, H, 1), torch.tensor(130)),
+    "any": lambda n, m: hw.mask.between(some(-1, m, B, 1, n), some(0, m + 2, 1, H, n)),
+    "any two": lambda n, m: (
+        hw.mask.between(some(0, m, 1, H, n), some(0, m, B, 1, n)) | hw.mask.lengths([5, 90])
+    ),
+}
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, seed: int, **options: object) -> RowResults:
+    problem = pose("attention", q, k, v, Options(**options))  # type: ignore[arg-type]
+    with emulated(seed):
+        return hopper_call.run_hopper_forward(
+            Launches(), q, k, v, problem.terms(banded=True), EVERYTHING
+        )
+
+
+def hide(x: Tensor, mask: hw.mask.Mask | None, n: int) -> Tensor:
+    """Return keys or values with NaN where no row sees them."""
+    if mask is None:
+        return x
+    m, heads = x.shape[2], x.shape[1]
+    seen = mask.to_dense(Place(B, H, n, m, offset=m - n)).expand(B, H, n, m)
+    return x.masked_fill(~seen.unflatten(1, (heads, -1)).any(2).any(2)[..., None], torch.nan)
+
+
+def agrees(
+    mask: str, n: int, m: int, widths: tuple[int, int], seed: int, **options: object
+) -> None:
+    """Compare the kernel with the reference."""
+    torch.manual_seed(seed)
+    made = MASKS[mask](n, m)
+    q = torch.randn(B, H, n, widths[0]).half()
+    k, v = (torch.randn(B, 1, m, width).half() for width in widths)
+    found = run(q, hide(k, made, n), hide(v, made, n), seed, mask=made, **options)
+    wide = (x.double() for x in (q, k, v))
+    out, seen = hw.observe(*wide, mask=made, **options, stats=NAMES, engine="reference")
+    kernels.compare({"out": found.out}, {"out": out}, 4e-3)
+    kernels.compare({name: getattr(found, name) for name in NAMES}, seen.values, 2e-4)
+
+
+@pytest.fixture(autouse=True)
+def three_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_call, "multiprocessors", lambda device: 3)
+
+
+def tile(monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int], **changes: object) -> None:
+    """Use another tile for the padded widths."""
+    monkeypatch.setitem(hopper_call.TILES, widths, replace(hopper_call.TILES[widths], **changes))
+
+
+@pytest.mark.parametrize("keys", [32, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_agrees_and_keys_that_no_row_sees_may_be_nan(
+    mask: str, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile(monkeypatch, (64, 64), keys=keys)
+    agrees(mask, 150, 200, (24, 40), keys)
+
+
+@pytest.mark.parametrize("mask", ["causal", "causal documents", "sinks and window", "any"])
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("direct", [False, True])
+def test_every_form_of_the_kernel_agrees(
+    mask: str, groups: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile(monkeypatch, (64, 64), keys=32, groups=groups, direct=direct)
+    agrees(mask, 270, 270, (64, 64), groups, softcap=2.0, sinks=torch.randn(H))
+
+
+@pytest.mark.parametrize("widths", [(16, 200), (72, 128), (136, 8), (192, 128), (200, 256)])
+@pytest.mark.parametrize("mask", ["none", "sinks and window"])
+def test_every_width_agrees(mask: str, widths: tuple[int, int]) -> None:
+    agrees(mask, 130, 150, widths, sum(widths))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_results_do_not_depend_on_the_order_of_partitions(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile(monkeypatch, (64, 64), keys=32)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, H, 300, 16).half() for _ in range(3))
+    mask = MASKS["causal documents"](300, 300)
+    first, other = (run(q, k, v, each, mask=mask) for each in (7, seed))
+    assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+def test_statistics_alone_need_no_values() -> None:
+    q, k = torch.randn(B, H, 150, 16).half(), torch.randn(B, H, 200, 16).half()
+    mask = MASKS["sinks and window"](150, 200)
+    found = run(q, k, k[..., :0], 0, mask=mask)
+    _, seen = hw.observe(q.double(), k.double(), k.double(), mask=mask, engine="reference")
+    kernels.compare({name: getattr(found, name) for name in NAMES}, seen.values, 2e-4)
