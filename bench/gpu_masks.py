@@ -38,7 +38,7 @@ from headwise.engines import calls, failures
 STATS: dict[str, tuple[str, ...]] = {
     "plain": (), "entropy": ("entropy",), "five": FIVE, "every": STATISTICS,
 }  # fmt: skip
-WORKERS, PATIENCE = 12, 150  # processes, and seconds until one counts as hung
+WORKERS, PATIENCE = 13, 120  # processes, and seconds until one counts as hung
 Tile = tuple[int, int, int, bool]  # keys, stages, consumer warpgroups, direct
 
 
