@@ -26,7 +26,7 @@ from headwise.apps.lab.counting import parameters
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.translation_rivals import RecurrentTranslator, in_place_of_attention
 from headwise.apps.train.data.pairs import Pair, Split, read, split
-from headwise.apps.train.padded_batches import FullBatches, Padded, padded
+from headwise.apps.train.padded_batches import FullBatches, Padded, mean_losses, padded
 from headwise.apps.train.recipe import Recipe
 from headwise.apps.train.stacked_training import StackedTraining
 from headwise.apps.train.stacking import StackedAttention
@@ -240,7 +240,9 @@ def choose(lab: Lab, folder: Path | None, variant: str) -> dict[str, Any]:
     data = corpus(lab.form, lab.device, lab.folder)
     losses: list[float | None] = [
         loss if finite else None
-        for loss, finite in zip(training.mean_losses(data.valid), training.finite(), strict=True)
+        for loss, finite in zip(
+            mean_losses(training, data.valid, data.tokeniser.pad), training.finite(), strict=True
+        )
     ]
     best = min((loss, rate) for loss, rate in zip(losses, rates, strict=True) if loss is not None)
     return {"variant": variant, "rate": best[1], "rates": list(rates), "losses": losses}
@@ -269,10 +271,13 @@ def train(lab: Lab, folder: Path | None, variant: str, seeds: int) -> dict[str, 
         training.update()
         if step % plan.evaluate_every == 0:
             lab.report(f"{variant}, step", step, plan.steps)
-            curve.append((step, training.mean_losses(data.valid)))
+            curve.append((step, mean_losses(training, data.valid, data.tokeniser.pad)))
     seconds = time.monotonic() - begun
     finite = training.finite()
-    tested, known = training.mean_losses(data.test), training.mean_losses(data.seen)
+    tested, known = (
+        mean_losses(training, data.test, data.tokeniser.pad),
+        mean_losses(training, data.seen, data.tokeniser.pad),
+    )
     heads = without_each_head(training, data) if variant in HEADLESS else None
     references = list(data.references.values())
     counts = scored(said(training, data), references)
@@ -323,9 +328,10 @@ def started(
     data = corpus(lab.form, lab.device, lab.folder)
     models = [build(lab, variant, data.tokeniser, seed) for seed in seeds]
     tokens = lab.pick("tokens", tiny=256, quick=1024, full=4096)
-    order = FullBatches(data.train, tokens, seeds)
+    order = FullBatches(data.train, tokens, seeds, data.tokeniser.pad)
     torch.manual_seed(seeds[0])  # of dropout
-    return StackedTraining(models, plan, rates, order, data.tokeniser.pad)
+    half = torch.bfloat16 if lab.device.type == "cuda" else None
+    return StackedTraining(models, plan, rates, order, lab.device, half)
 
 
 def said(training: StackedTraining, data: TranslationData, together: int = 500) -> list[list[str]]:
@@ -372,7 +378,9 @@ def without_each_head(
             for head in range(module.heads):
                 module.head_gate = torch.ones(module.heads, device=training.device)
                 module.head_gate[head] = 0
-                losses = [round(loss, 4) for loss in training.mean_losses(data.test)]
+                losses = [
+                    round(loss, 4) for loss in mean_losses(training, data.test, data.tokeniser.pad)
+                ]
                 found.setdefault(name, []).append(losses)
             module.head_gate = None
     return found

@@ -15,8 +15,13 @@ from torch import Tensor
 
 from headwise.apps.train.data.batches import generator
 from headwise.apps.train.data.pairs import Pair
+from headwise.apps.train.stacked_training import StackedTraining, token_loss
+from headwise.apps.train.stacking import Stack
 from headwise.apps.train.tasks.translation import Sentences
 from headwise.models.trained import Tokeniser
+
+MEASURED = 16_384
+"""Tokens a side, of each model, that are measured together."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class FullBatches:
     parts: Sequence[Padded]
     tokens: int
     seeds: Sequence[int]
+    pad: int = 0
     sizes: list[int] = field(init=False)
     _epoch: tuple[int, list[Tensor], list[tuple[int, int]]] | None = field(default=None, init=False)
 
@@ -99,6 +105,16 @@ class FullBatches:
         shape, start = self._epoch[2][place]
         return shape, self._epoch[1][shape][:, start : start + self.sizes[shape]]
 
+    def losses(self, stack: Stack, shape: int, rows: Tensor, smoothing: float) -> Tensor:
+        """Nats per token of models (source, target, source_lengths) -> logits: (R,)."""
+        source, lengths, target = self.parts[shape].rows(rows.flatten())
+        logits = stack(source, target[:, :-1], source_lengths=lengths)
+        said = target[:, 1:].reshape(len(rows), -1)
+        counted = (said != self.pad).to(stack.flat.dtype)
+        shares = counted / counted.sum(1, keepdim=True)
+        nats = token_loss(logits.flatten(0, 1), said.flatten(), shares.flatten(), smoothing)
+        return nats.view(len(rows), -1).sum(1)
+
     def _drawn(self, epoch: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
         device = self.parts[0].source.device
         drawn = [generator(seed, epoch) for seed in self.seeds]
@@ -113,3 +129,23 @@ class FullBatches:
         ]
         order = torch.randperm(len(places), generator=generator(epoch)).tolist()
         return rows, [places[place] for place in order]
+
+
+def mean_losses(training: StackedTraining, parts: Sequence[Padded], pad: int) -> list[float]:
+    """Nats per token of each model of a training on these pairs."""
+    with training.measuring() as model:
+        total = torch.zeros(training.runs, device=training.device)
+        for part in parts:
+            size = max(1, MEASURED // part.source.shape[1])
+            for rows in torch.arange(len(part), device=training.device).split(size):
+                source, lengths, target = part.rows(rows.repeat(training.runs))
+                logits = model(source, target[:, :-1], source_lengths=lengths)
+                nats = F.cross_entropy(
+                    logits.flatten(0, 1).float(),
+                    target[:, 1:].flatten(),
+                    ignore_index=pad,
+                    reduction="none",
+                )
+                total += nats.view(training.runs, -1).sum(1)
+        count = sum(part.predictions for part in parts)
+        return [nats / count for nats in total.tolist()]

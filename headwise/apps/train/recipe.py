@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -75,35 +75,25 @@ class Recipe(CheckedFields):
     def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
         """AdamW with weight decay for matrices, and none for vectors (biases, norms)."""
         parameters = [each for each in model.parameters() if each.requires_grad]
-        return self.optimizer_of([parameters], [self.learning_rate])
-
-    def optimizer_of(
-        self, models: Sequence[Sequence[Tensor]], rates: Iterable[float | Tensor]
-    ) -> torch.optim.AdamW:
-        """One AdamW for the parameters of several models, each with its own rate.
-
-        A CUDA graph can capture it if the rates are tensors.
-        """
-        groups: list[dict[str, Any]] = []
-        for parameters, rate in zip(models, rates, strict=True):
-            matrices = [each for each in parameters if each.ndim >= 2]
-            vectors = [each for each in parameters if each.ndim < 2]
-            groups.append({"params": matrices, "lr": rate})
-            groups.append({"params": vectors, "lr": rate, "weight_decay": 0.0})
-        fused = all(each.is_cuda for parameters in models for each in parameters)
+        groups: list[dict[str, Any]] = [
+            {"params": [each for each in parameters if each.ndim >= 2]},
+            {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW(
             groups,
+            lr=self.learning_rate,
             betas=self.betas,
             weight_decay=self.weight_decay,
-            fused=fused,
-            capturable=fused and isinstance(groups[0]["lr"], Tensor),
+            fused=all(each.is_cuda for each in parameters),
         )
 
     def update(
-        self, optimizer: torch.optim.Optimizer, models: Iterable[Iterable[Tensor]]
-    ) -> list[Tensor]:
-        """Clip the gradients of each model, then step; the norms before clipping, one per model."""
-        norms = [nn.utils.clip_grad_norm_(parameters, self.clip) for parameters in models]
+        self, optimizer: torch.optim.Optimizer, step: int, parameters: Iterable[Tensor]
+    ) -> Tensor:
+        """Clip the gradients and take this step at its rate; their norm before clipping."""
+        for group in optimizer.param_groups:
+            group["lr"] = self.rate(step)
+        norm = nn.utils.clip_grad_norm_(parameters, self.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return norms
+        return norm

@@ -12,13 +12,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.apps.train.padded_batches import FullBatches, Padded
 from headwise.apps.train.recipe import Recipe
 from headwise.apps.train.stacking import Stack
 
@@ -26,8 +24,8 @@ WARM = 2
 """Updates of each shape before it is captured: they create what is created once."""
 AHEAD = 16
 """Steps that may wait on a stream: enough to keep it busy, and few to wait for at the end."""
-MEASURED = 16_384
-"""Tokens a side, of each model, that are measured together."""
+EPSILON = 1e-8
+"""What Adam adds to the size of a gradient before it divides by it."""
 
 
 class TokenLoss(torch.autograd.Function):
@@ -58,33 +56,73 @@ class TokenLoss(torch.autograd.Function):
 token_loss: Callable[[Tensor, Tensor, Tensor, float], Tensor] = TokenLoss.apply
 
 
-class StackedTraining:
-    """Models (source, target, source_lengths) -> logits, one for each rate, and their losses.
+class Batches(Protocol):
+    """What a stack learns: batches of a few shapes, for all of its models at once."""
 
-    `order` has a seed for each of them.
+    sizes: list[int]
+    """The sequences of a batch of each shape, for each model."""
+
+    def batch(self, number: int) -> tuple[int, Tensor]:
+        """The shape of a batch, and the numbers (R, B) of its sequences."""
+        ...
+
+    def losses(self, stack: Stack, shape: int, rows: Tensor, smoothing: float) -> Tensor:
+        """The loss of each model (R,) on its sequences."""
+        ...
+
+
+class StackedAdamW:
+    """AdamW by a recipe for a matrix (R, P) whose rows are models; each row is clipped by itself.
+
+    Matrices decay, which `decays` (P,) tells. Nothing in it waits for the device.
     """
+
+    def __init__(self, recipe: Recipe, weights: Tensor, decays: Tensor) -> None:
+        self.recipe, self.weights = recipe, weights
+        self.decays = recipe.weight_decay * decays
+        self.means, self.squares = torch.zeros_like(weights), torch.zeros_like(weights)
+        self.steps = torch.zeros(1, device=weights.device, dtype=weights.dtype)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, rates: Tensor) -> Tensor:
+        """Update the rows at their rates (R, 1) or (R, P); the norms (R,) before clipping."""
+        first, second = self.recipe.betas
+        norms: Tensor = torch.linalg.vector_norm(gradient, dim=1)
+        gradient = gradient * (self.recipe.clip / (norms + 1e-6)).clamp(max=1.0)[:, None]
+        self.steps += 1
+        self.means.lerp_(gradient, 1 - first)
+        self.squares.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        size = (self.squares / (1 - second**self.steps)).sqrt_().add_(EPSILON)
+        move = (self.means / (1 - first**self.steps)).div_(size)
+        if self.recipe.weight_decay:
+            move.addcmul_(self.weights, self.decays)
+        self.weights.addcmul_(move, rates, value=-1.0)
+        return norms
+
+
+class StackedTraining:
+    """Models in training, one for each rate, and their losses; `dtype` is computed with."""
 
     def __init__(
         self,
         models: Sequence[nn.Module],
         recipe: Recipe,
         rates: Sequence[float],
-        order: FullBatches,
-        pad: int,
-        capture: bool = True,
+        order: Batches,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.device = order.parts[0].source.device
-        cuda = self.device.type == "cuda"
-        dtype = torch.bfloat16 if cuda else next(models[0].parameters()).dtype
-        self.recipe, self.order, self.pad, self.capture = recipe, order, pad, capture and cuda
-        self.stream = torch.cuda.Stream(self.device) if cuda else None
-        self.stack = Stack(models, self.device, dtype)
+        cuda = device.type == "cuda"
+        self.device, self.recipe, self.order, self.capture = device, recipe, order, cuda
+        self.stream = torch.cuda.Stream(device) if cuda else None
+        self.stack = Stack(models, device, dtype or next(models[0].parameters()).dtype)
         self.runs = len(models)
-        wide = self.stack.flat.dtype
-        self.peaks = torch.tensor(rates, device=self.device, dtype=wide) / recipe.learning_rate
+        flat = self.stack.flat.detach()
+        wide = flat.dtype
+        self.peaks = torch.tensor(rates, device=device, dtype=wide)[:, None] / recipe.learning_rate
         self.rates = self.peaks.clone()
-        self.models = self._by_model(self.stack.flat.detach())
-        self.optimizer = recipe.optimizer_of(self.models, self.rates)
+        matrices = self.stack.columns(lambda name, shape: len(shape) > 2)
+        self.optimizer = StackedAdamW(recipe, flat, matrices)
         self.step = 0
         self.losses, self.norms = (
             torch.zeros(recipe.steps, self.runs, device=self.device, dtype=wide) for _ in range(2)
@@ -120,25 +158,13 @@ class StackedTraining:
         """Compute the update of the rows that are set; nothing in it waits for the device."""
         self.stack.module.train()
         with faster(self.device):
-            source, lengths, target = self.order.parts[shape].rows(self.rows[shape].flatten())
-            logits = self.stack(source, target[:, :-1], source_lengths=lengths)
-            said = target[:, 1:].reshape(self.runs, -1)
-            counted = (said != self.pad).to(self.losses.dtype)
-            shares = counted / counted.sum(1, keepdim=True)
             smoothing = self.recipe.label_smoothing
-            nats = token_loss(logits.flatten(0, 1), said.flatten(), shares.flatten(), smoothing)
-            (gradient,) = torch.autograd.grad(nats.sum(), self.stack.flat)
-        for parameters, gradients in zip(self.models, self._by_model(gradient), strict=True):
-            for parameter, each in zip(parameters, gradients, strict=True):
-                parameter.grad = each
-        norms = self.recipe.update(self.optimizer, self.models)
-        self.losses.index_copy_(0, self.at, nats.detach().view(self.runs, -1).sum(1)[None])
-        self.norms.index_copy_(0, self.at, torch.stack(norms)[None])
+            losses = self.order.losses(self.stack, shape, self.rows[shape], smoothing)
+            (gradient,) = torch.autograd.grad(losses.sum(), self.stack.flat)
+        norms = self.optimizer.step(gradient, self.rates)
+        self.losses.index_copy_(0, self.at, losses.detach()[None])
+        self.norms.index_copy_(0, self.at, norms[None])
         self.at += 1
-
-    def _by_model(self, flat: Tensor) -> list[tuple[Tensor, ...]]:
-        """The parts of a vector like the stack's, by model."""
-        return list(zip(*self.stack.parts(flat), strict=True))
 
     def _capture(self, shape: int) -> None:
         """Record the update of a shape and run it; without a graph if it can't be recorded."""
@@ -168,25 +194,6 @@ class StackedTraining:
         if self.stream is not None:
             self.stream.synchronize()
         return time.perf_counter()
-
-    def mean_losses(self, parts: Sequence[Padded]) -> list[float]:
-        """Nats per token of each model."""
-        with self.measuring() as model:
-            total = torch.zeros(self.runs, device=self.device)
-            for part in parts:
-                size = max(1, MEASURED // part.source.shape[1])
-                for rows in torch.arange(len(part), device=self.device).split(size):
-                    source, lengths, target = part.rows(rows.repeat(self.runs))
-                    logits = model(source, target[:, :-1], source_lengths=lengths)
-                    nats = F.cross_entropy(
-                        logits.flatten(0, 1).float(),
-                        target[:, 1:].flatten(),
-                        ignore_index=self.pad,
-                        reduction="none",
-                    )
-                    total += nats.view(self.runs, -1).sum(1)
-            count = sum(part.predictions for part in parts)
-            return [nats / count for nats in total.tolist()]
 
     def finite(self) -> list[bool]:
         """Which models have lost nothing to infinity so far."""

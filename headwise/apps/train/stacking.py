@@ -126,6 +126,20 @@ class StackedNorm(nn.Module):
         return torch.addcmul(self.bias[:, None], even, self.weight[:, None]).view(x.shape)
 
 
+class StackedRootNorm(nn.Module):
+    """Several nn.RMSNorm."""
+
+    def __init__(self, modules: Sequence[nn.RMSNorm]) -> None:
+        super().__init__()
+        self.eps = modules[0].eps
+        self.weight = joined_parameter(modules, "weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(len(self.weight), -1, x.shape[-1])
+        even = F.rms_norm(rows, x.shape[-1:], eps=self.eps)
+        return (even * self.weight[:, None]).view(x.shape)
+
+
 class StackedWeight(nn.Module):
     """The weights of several learned scores."""
 
@@ -159,23 +173,33 @@ class StackedFixed(nn.Module):
 class StackedAttention(nn.Module):
     """Several hw.nn.MultiHeadAttention, materialised: their sequences are short.
 
-    `head_gate` (H,) multiplies the output of each head.
+    Each may have a scale of its own. `head_gate` (H,) multiplies the output of each head.
     """
 
     def __init__(self, modules: Sequence[MultiHeadAttention]) -> None:
         super().__init__()
         first = modules[0]
-        score = first.score
+        score, position = first.score, first.position
         weights = dict(score.named_parameters()) if isinstance(score, nn.Module) else {}
         learned = [x.ndim for x in weights.values()] == [2] and "weight" in weights
-        unknown = (first.position, first.query_norm, first.sinks, first.softcap, first.dropout)
+        turned = position is not None and position.rotates and not position.rotates_late
+        unknown = (position and not turned, first.sinks, first.softcap, first.dropout)
         grouped = first.kv_heads != first.heads
         if any(unknown) or grouped or not (learned or isinstance(score, Dot)):
-            raise ValueError(f"{first} can't be stacked: it takes plain heads, Dot or Additive")
+            raise ValueError(
+                f"{first} can't be stacked: it takes plain heads, Dot or Additive, and Rotary"
+            )
         self.heads, self.head_dim, self.mask = first.heads, first.head_dim, first.mask
-        self.scale = 1.0
-        if isinstance(score, Dot):
-            self.scale = first.head_dim**-0.5 if score.scale is None else score.scale
+        self.position = position
+        self.query_norm, self.key_norm = (
+            None if first.query_norm is None else stacked([m.get_submodule(x) for m in modules])
+            for x in ("query_norm", "key_norm")
+        )
+        scales = [1.0 if learned else scale_of(module) for module in modules]
+        self.scale = scales[0]
+        factors = torch.tensor([each / self.scale for each in scales])
+        self.factors: Tensor | None  # (R,): of the queries, where scales differ
+        self.register_buffer("factors", None if len({*scales}) == 1 else factors, persistent=False)
         self.score = StackedWeight([m.get_submodule("score") for m in modules]) if learned else None
         self.query = stacked([m.query for m in modules])
         self.key = None if first.key is None else stacked([m.get_submodule("key") for m in modules])
@@ -197,14 +221,22 @@ class StackedAttention(nn.Module):
     ) -> Tensor:
         source = x if context is None else context
         memory = source if isinstance(source, Memory) else self.remember(source)
-        q, k, v = self.query(x), memory.keys[:, 0], memory.values[:, 0]
+        q, k, v = self.queries(x), memory.keys[:, 0], memory.values[:, 0]
         mask = self.mask or mask
-        mixed = self.fused if kernels_serve(x, q.shape[1], k.shape[1]) else self.materialised
-        out: Tensor = mixed(q, k, v, mask)
+        plain = self.position is None and self.query_norm is None
+        fused = plain and kernels_serve(x, q.shape[1], k.shape[1])
+        out: Tensor = (self.fused if fused else self.materialised)(q, k, v, mask)
         if self.head_gate is not None:
             out = out * self.head_gate.repeat_interleave(out.shape[-1] // self.heads).to(out.dtype)
         joined: Tensor = self.out(out)
         return joined
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Queries (R · B, N, H · D), times each model's factor."""
+        q: Tensor = self.query(x)
+        if self.factors is None:
+            return q
+        return q * self.factors.repeat_interleave(len(q) // len(self.factors))[:, None, None]
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         """Attention of q (R · B, N, H · D) in one kernel."""
@@ -218,9 +250,24 @@ class StackedAttention(nn.Module):
 
     def materialised(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         """Attention of q (R · B, N, H · D), step by step."""
+        return mixed(self.logits(q, k, mask), in_heads(v, self.heads))
+
+    def logits(self, q: Tensor, k: Tensor, mask: Mask | None) -> Tensor:
+        """The logits (R · B, H, N, M) of queries and keys (R · B, N, H · D); -inf where hidden."""
         hidden = hidden_keys(mask, q.shape[1], k.shape[1], q)
-        q, k, v = (in_heads(x, self.heads) for x in (q, k, v))
-        return mixed(self.scored(q, k, hidden), v)
+        return self.scored(
+            self.compared(q, self.query_norm), self.compared(k, self.key_norm), hidden
+        )
+
+    def compared(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Queries or keys (R · B, N, H · D) as they are compared: (R · B, H, N, D)."""
+        x = in_heads(x, self.heads)
+        if norm is not None:
+            x = norm(x)
+        if self.position is not None:
+            places = torch.arange(x.shape[2], device=x.device)
+            x = self.position.rotate(x, self.position.waves(places, x.shape[2]))
+        return x
 
     def scored(self, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
         """The logits (R · B, H, N, M), at least in float32; `hidden` is added to them."""
@@ -234,6 +281,12 @@ class StackedAttention(nn.Module):
         weight = self.score.weight.to(pairs.dtype).repeat_interleave(len(q) // runs, 0)
         logits = (pairs.flatten(2, 3) @ weight[..., None]).view(pairs.shape[:-1])
         return wide(logits) + hidden
+
+
+def scale_of(module: MultiHeadAttention) -> float:
+    """The factor of a layer's dot products."""
+    assert isinstance(module.score, Dot)
+    return module.head_dim**-0.5 if module.score.scale is None else module.score.scale
 
 
 SIDES = ("value", "out")
@@ -312,6 +365,7 @@ STACKED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     nn.Linear: StackedLinear,
     nn.Embedding: StackedEmbedding,
     nn.LayerNorm: StackedNorm,
+    nn.RMSNorm: StackedRootNorm,
     FixedAttention: StackedFixed,
     MultiHeadAttention: StackedAttention,
 }
@@ -319,7 +373,7 @@ STACKED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
 
 
 class Stack:
-    """Equal models in training: all their parameters in one vector, computed with in `dtype`.
+    """Equal models in training: the parameters of each are a row of `flat`, computed in `dtype`.
 
     `module` holds the weights as they were when `settle` was called last.
     """
@@ -329,19 +383,25 @@ class Stack:
     ) -> None:
         self.runs, self.dtype = len(models), dtype
         joined = stacked(models).to(device)
-        # Matrices before vectors, as in recorded results: a norm's rounding depends on the order.
+        # Matrices before vectors: they stay aligned, as a GPU's matrix units want them.
         order = sorted(joined.named_parameters(), key=lambda each: each[1].ndim == 2)
         self.shapes = {name: parameter.shape for name, parameter in order}
-        self.flat = torch.cat([x.detach().flatten() for _, x in order]).requires_grad_()
+        self.sizes = [shape[1:].numel() for shape in self.shapes.values()]
+        self.flat = torch.cat([x.detach().flatten(1) for _, x in order], 1).requires_grad_()
         self.module = joined.to(dtype)
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """A vector like `flat` by parameter, each (R, ...)."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
+        """A matrix like `flat` by parameter, each (R, ...)."""
+        shapes = self.shapes.values()
         return [
-            part.view(shape)
-            for part, shape in zip(flat.split(sizes), self.shapes.values(), strict=True)
+            part.view(shape) for part, shape in zip(flat.split(self.sizes, 1), shapes, strict=True)
         ]
+
+    def columns(self, chosen: Callable[[str, torch.Size], bool]) -> Tensor:
+        """1 for the columns of `flat` that hold a chosen parameter, by name and shape; else 0."""
+        each = [float(chosen(name, shape)) for name, shape in self.shapes.items()]
+        there = torch.tensor(each, device=self.flat.device, dtype=self.flat.dtype)
+        return there.repeat_interleave(torch.tensor(self.sizes, device=there.device))
 
     def __call__(self, *inputs: Tensor, **options: Tensor) -> Tensor:
         """The output of all models, with gradients into `flat`."""

@@ -200,8 +200,6 @@ class Trainer(Generic[Batch]):
         if self.ranks.mesh is not None:  # a step depends on its number, not on those before
             torch.manual_seed(mixed(self.recipe.seed, step, self.ranks.own))
         model.train()
-        for group in optimizer.param_groups:
-            group["lr"] = self.recipe.rate(step)
         first = step * self.recipe.accumulate
         numbers = range(first, first + self.recipe.accumulate)
         batches = [self.task.batch(number, self.device) for number in numbers]
@@ -217,7 +215,7 @@ class Trainer(Generic[Batch]):
                 loss = self.task.loss(model, batch, self.recipe.label_smoothing) / share
             loss.backward()
             total += loss.detach()
-        (norm,) = self.recipe.update(optimizer, [model.parameters()])
+        norm = self.recipe.update(optimizer, step, model.parameters())
         return total, self.ranks.whole(norm), count
 
     def evaluated(self, model: nn.Module) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,8 +34,9 @@ def training(
 ) -> StackedTraining:
     data = corpus("tiny", device)
     recipe = Recipe(steps, warmup=2, label_smoothing=0.1, clip=0.5)
-    order = FullBatches(data.train, tokens=128, seeds=(0, 1))
-    return StackedTraining(models, recipe, RATES, order, data.tokeniser.pad)
+    order = FullBatches(data.train, 128, (0, 1), data.tokeniser.pad)
+    half = torch.bfloat16 if device.type == "cuda" else None
+    return StackedTraining(models, recipe, RATES, order, device, half)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -64,13 +66,12 @@ def test_a_stack_learns_what_each_of_its_models_learns(variant: str) -> None:
     for _ in range(4):
         stack.update()
     for number, model in enumerate(pair(variant)):
-        optimizer = stack.recipe.optimizer(model.double())
+        recipe = replace(stack.recipe, learning_rate=RATES[number])
+        optimizer = recipe.optimizer(model.double())
         order = FullBatches(data.train, tokens=128, seeds=(number,))
         for step in range(4):
             shape, rows = order.batch(step)
             source, sizes, target = data.train[shape].rows(rows[0])
-            for group in optimizer.param_groups:
-                group["lr"] = RATES[number] * stack.recipe.rate(step) / stack.recipe.learning_rate
             loss = F.cross_entropy(
                 model(source, target[:, :-1], source_lengths=sizes).flatten(0, 1),
                 target[:, 1:].flatten(),
@@ -78,7 +79,7 @@ def test_a_stack_learns_what_each_of_its_models_learns(variant: str) -> None:
                 label_smoothing=0.1,
             )
             loss.backward()  # type: ignore[no-untyped-call]
-            (norm,) = stack.recipe.update(optimizer, [model.parameters()])
+            norm = recipe.update(optimizer, step, model.parameters())
         assert float(norm) == pytest.approx(float(stack.norms[-1, number]))
         torch.testing.assert_close(stack.stack.state(number), dict(model.named_parameters()))
 
