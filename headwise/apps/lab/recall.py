@@ -12,11 +12,13 @@ The models have a few thousand parameters, which a CPU trains as fast as a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from headwise.apps.train.recipe import Recipe
 
 
 class Sequences(NamedTuple):
@@ -111,32 +113,47 @@ class RecallModel(nn.Module):
         return out
 
 
+NO_CLIP = 1e9
+"""A norm that no gradient reaches."""
+
+
+def recipe_of(steps: int, rate: float, warm: float = 0.1, **options: Any) -> Recipe:
+    """Adam with a warm-up over a share of the steps; nothing decays, nothing is clipped.
+
+    `options` replace other fields of a recipe.
+    """
+    usual: dict[str, Any] = {"weight_decay": 0.0, "clip": NO_CLIP, "betas": (0.9, 0.999)}
+    return Recipe(steps, rate, warmup=max(1, round(warm * steps)), **(usual | options))
+
+
+class Learning(NamedTuple):
+    """The loss and the norm of the gradient at every step of a training."""
+
+    losses: list[float]
+    norms: list[float]
+
+
 def learn(
     model: nn.Module,
     task: Task,
-    steps: int,
+    recipe: Recipe,
     *,
     seed: int,
     batch: int = 128,
-    rate: float = 3e-3,
     examples: int | None = None,
-) -> list[float]:
-    """Train with Adam on fresh sequences, or on `examples` fixed ones; the loss of every step."""
+) -> Learning:
+    """Train on fresh sequences, or on `examples` fixed ones."""
     generator = torch.Generator().manual_seed(seed)
     fixed = None if examples is None else task.draw(examples, generator)
     model.train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps + 1, pct_start=0.1)
-    losses = []
-    for _ in range(steps):
+    optimizer, found = recipe.optimizer(model), Learning([], [])
+    for step in range(recipe.steps):
         drawn = task.draw(batch, generator) if fixed is None else some(fixed, batch, generator)
         loss = cross_entropy(model, drawn)
-        optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(float(loss.detach()))
-    return losses
+        found.norms.append(float(recipe.update(optimizer, step, model.parameters())))
+        found.losses.append(float(loss.detach()))
+    return found
 
 
 def some(drawn: Sequences, count: int, generator: torch.Generator) -> Sequences:

@@ -33,7 +33,16 @@ from headwise.apps.lab.estimates import (
 )
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.moves import SEEDS, Move
-from headwise.apps.lab.recall import Recall, RecallModel, Relation, Task, accuracy, learn, right
+from headwise.apps.lab.recall import (
+    Recall,
+    RecallModel,
+    Relation,
+    Task,
+    accuracy,
+    learn,
+    recipe_of,
+    right,
+)
 from headwise.nn import Additive, MultiHeadAttention
 
 SCORES: Mapping[str, Dot | Additive] = {
@@ -74,7 +83,7 @@ def recalled(lab: Lab, folder: Path | None, score: str, d: int) -> dict[str, Any
     rows = []
     for seed in range(lab.pick("seeds", tiny=1, quick=3, full=12)):
         model = reader(score, d, task, seed)
-        learn(model, task, steps, seed=seed, rate=5e-3, batch=64)
+        learn(model, task, recipe_of(steps, 5e-3), seed=seed, batch=64)
         rows.append({"d": d, "score": score, "seed": seed, "accuracy": accuracy(model, task)})
     return {"steps": steps, "rows": rows}
 
@@ -208,7 +217,7 @@ def overfitted(lab: Lab, folder: Path | None, score: str, examples: int) -> dict
     rows, task = [], Recall(8)
     for seed in range(lab.pick("seeds", tiny=1, quick=3, full=12)):
         model = reader(score, 32, task, seed)
-        learn(model, task, steps, examples=examples, seed=seed, rate=5e-3, batch=64)
+        learn(model, task, recipe_of(steps, 5e-3), examples=examples, seed=seed, batch=64)
         known = task.draw(examples, torch.Generator().manual_seed(seed))
         seen = float(right(model, known).double().mean())
         new = accuracy(model, task)
@@ -222,7 +231,7 @@ def related(lab: Lab, folder: Path | None, score: str) -> dict[str, Any]:
     rows, task = [], Relation()
     for seed in range(lab.pick("seeds", tiny=1, quick=3, full=12)):
         model = reader(score, 32, task, seed)
-        losses = learn(model, task, steps, seed=seed, rate=1e-2, batch=64)
+        losses, _ = learn(model, task, recipe_of(steps, 1e-2), seed=seed, batch=64)
         row = {"score": score, "seed": seed, "accuracy": accuracy(model, task)}
         rows.append(row | {"loss": sum(losses) / steps})  # which has no ceiling
     return {"rows": rows}

@@ -24,7 +24,7 @@ from headwise.apps.lab.claim import (
 )
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.moves import Move
-from headwise.apps.lab.recall import RecallModel, Sequences, accuracy, learn
+from headwise.apps.lab.recall import RecallModel, Sequences, accuracy, learn, recipe_of
 from headwise.nn import (
     GELU,
     ALiBi,
@@ -116,7 +116,7 @@ def read_back(lab: Lab, folder: Path | None, kind: str) -> dict[str, Any]:
         torch.manual_seed(seed)
         task: Any = Earlier(TRAINED)
         model = RecallModel(layers(kind), WIDTH, task)
-        learn(model, task, steps, seed=seed, rate=5e-3, batch=64)
+        learn(model, task, recipe_of(steps, 5e-3), seed=seed, batch=64)
         for length in ASKED:
             asked: Any = Earlier(length)
             right = accuracy(model, asked, count=200)

@@ -10,7 +10,7 @@ from headwise.apps.lab.counting import parameters
 from headwise.apps.lab.experiments import shared_projection as sharing
 from headwise.apps.lab.laboratory import Lab
 from headwise.apps.lab.moves import Move
-from headwise.apps.lab.recall import RecallModel, Relation, learn
+from headwise.apps.lab.recall import RecallModel, Relation, learn, recipe_of
 from headwise.nn import MultiHeadAttention, Separate, Shared
 
 
@@ -92,7 +92,8 @@ def trained_diagonal(lab: Lab) -> float:
     torch.manual_seed(0)
     attn = MultiHeadAttention(32, 1, projections=Shared())
     model = RecallModel(attn, 32, task)
-    learn(model, task, lab.pick("steps", tiny=2, quick=300), seed=0, rate=1e-2)
+    steps = lab.pick("steps", tiny=2, quick=300)
+    learn(model, task, recipe_of(steps, 1e-2), seed=0)
     drawn = task.draw(100, torch.Generator().manual_seed(1))
     with torch.no_grad():
         x = model.key(drawn.keys) + model.value(drawn.values)

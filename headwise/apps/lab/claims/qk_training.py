@@ -25,7 +25,7 @@ from headwise.apps.lab.claims.translation_quality import MATTERS, runs
 from headwise.apps.lab.estimates import BLEU_POINTS, difference, measured
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.moves import SEEDS
-from headwise.apps.lab.recall import Recall, RecallModel, Relation, Task, accuracy, learn
+from headwise.apps.lab.recall import Recall, RecallModel, Relation, Task, accuracy, learn, recipe_of
 from headwise.nn import MultiHeadAttention, Projections, Separate, Shared, Unprojected
 
 KINDS: Mapping[str, Projections] = {
@@ -60,7 +60,7 @@ def adapted(lab: Lab, folder: Path | None, kind: str, task: str) -> dict[str, An
     found = []
     for seed in range(lab.pick("seeds", tiny=1, quick=3, full=8)):
         model = reader(kind, TASKS[task], seed)
-        learn(model, TASKS[task], steps, seed=seed, rate=1e-2)
+        learn(model, TASKS[task], recipe_of(steps, 1e-2), seed=seed)
         found.append(accuracy(model, TASKS[task]))
     return {"kind": kind, "task": task, "accuracies": found}
 
@@ -156,7 +156,7 @@ def jumping(lab: Lab, folder: Path | None, kind: str) -> dict[str, Any]:
         task = Recall(16)
         model = reader("separate", task, seed)
         seen = watched(model, tied=kind == "shared")
-        losses = learn(model, task, steps, seed=seed)
+        losses, _ = learn(model, task, recipe_of(steps, 3e-3), seed=seed)
         solved = next((step for step, loss in enumerate(losses) if loss < SOLVED), steps)
         rows.append(
             {

@@ -28,7 +28,16 @@ from headwise.apps.lab.counting import parameters
 from headwise.apps.lab.estimates import BLEU_POINTS, measured
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.moves import SEEDS, Move
-from headwise.apps.lab.recall import Delay, Recall, RecallModel, Sequences, Task, accuracy, learn
+from headwise.apps.lab.recall import (
+    Delay,
+    Recall,
+    RecallModel,
+    Sequences,
+    Task,
+    accuracy,
+    learn,
+    recipe_of,
+)
 from headwise.models import GatedConvolution
 from headwise.nn import ALiBi, FixedAttention, MultiHeadAttention, Rotary
 
@@ -40,7 +49,7 @@ def trained(layer: nn.Module, width: int, task: Task, steps: int, seed: int) -> 
     """A reader around this layer, trained on a task."""
     torch.manual_seed(seed)
     model = RecallModel(layer, width, task)
-    learn(model, task, steps, seed=seed, rate=5e-3)
+    learn(model, task, recipe_of(steps, 5e-3), seed=seed)
     return model
 
 
@@ -173,7 +182,7 @@ def echoed(lab: Lab, folder: Path | None, kind: str) -> dict[str, Any]:
             layer = MultiHeadAttention(WIDTH, 1, position=Rotary())
         task: Any = Echo(ECHOES[kind])
         model = RecallModel(layer, WIDTH, task)
-        learn(model, task, steps, seed=seed, rate=1e-2)
+        learn(model, task, recipe_of(steps, 1e-2), seed=seed)
         tasks: dict[int, Any] = {n: Echo((n,)) for n in SERVED}
         found = {f"at_{n}": accuracy(model, tasks[n]) for n in SERVED}
         rows.append({"kind": kind, "seed": seed, **found})

@@ -27,7 +27,7 @@ from headwise.apps.lab.claims.translation_quality import NATS, runs, show_curves
 from headwise.apps.lab.estimates import POINTS, Difference, difference, measured
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.moves import Move
-from headwise.apps.lab.recall import Recall, RecallModel, Task, accuracy, cross_entropy
+from headwise.apps.lab.recall import Recall, RecallModel, accuracy, learn, recipe_of
 from headwise.nn import MultiHeadAttention
 
 STARTS = {
@@ -74,7 +74,7 @@ def cell(
     rows = []
     for seed in range(lab.pick("seeds", tiny=1, quick=2, full=6)):
         model = reader(start, d, seed)
-        losses, norms = trained(model, task, steps, rate, warm, seed)
+        losses, norms = learn(model, task, recipe_of(steps, rate, warm), seed=seed, batch=64)
         late = norms[steps // 4 :]
         rows.append(
             {
@@ -91,35 +91,6 @@ def cell(
             }
         )
     return {"steps": steps, "rows": rows}
-
-
-def trained(
-    model: RecallModel,
-    task: Task,
-    steps: int,
-    rate: float,
-    warm: float,
-    seed: int,
-    **optimiser: Any,
-) -> tuple[list[float], list[float]]:
-    """Train with Adam and a warm-up of this share of the steps; the losses and gradient norms.
-
-    `optimiser` are options of AdamW, which is Adam as long as nothing decays.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    options = {"weight_decay": 0.0} | optimiser
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, **options)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps + 1, pct_start=warm)
-    losses, norms = [], []
-    for _ in range(steps):
-        loss = cross_entropy(model, task.draw(64, generator))
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), math.inf)))
-        optimizer.step()
-        schedule.step()
-        losses.append(float(loss.detach()))
-    return losses, norms
 
 
 def half_way(losses: Sequence[float], start: float) -> int:

@@ -7,6 +7,7 @@ settings in which it holds, with the choice on which it depends most.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,11 +30,10 @@ from headwise.apps.lab.claim import (
     holds_when,
     undecided,
 )
-from headwise.apps.lab.claims.scale_training import trained
-from headwise.apps.lab.estimates import LEVEL, Share, holm, proportion, unlike
+from headwise.apps.lab.estimates import LEVEL, Share, proportion, unlike
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.moves import Move
-from headwise.apps.lab.recall import Recall, RecallModel, Relation, accuracy
+from headwise.apps.lab.recall import Recall, RecallModel, Relation, accuracy, learn, recipe_of
 from headwise.messages import Sentence
 from headwise.nn import Additive, MultiHeadAttention, Shared
 
@@ -79,6 +79,8 @@ CONTRASTS = {
 """The side that ought to learn better, and the other."""
 MATTERS = 0.1
 """Nats by which the mean loss of a training has to be lower before one side is called better."""
+LOST = 10.0
+"""The mean loss that counts for a training that diverged: more than that of guessing."""
 DRAW = 20261119
 
 
@@ -108,10 +110,10 @@ def setting(lab: Lab, folder: Path | None, **chosen: Any) -> dict[str, Any]:
                     module.weight.mul_(chosen["gain"])
         model = RecallModel(layer, chosen["width"], task)
         optimiser = OPTIMISERS[chosen["optimiser"]]
-        losses, _ = trained(
-            model, task, steps, chosen["rate"], chosen["warm"], chosen["seed"], **optimiser
-        )
-        row[f"{side}_loss"] = sum(losses) / steps
+        recipe = recipe_of(steps, chosen["rate"], chosen["warm"], **optimiser)
+        losses, _ = learn(model, task, recipe, seed=chosen["seed"], batch=64)
+        mean = sum(losses) / steps
+        row[f"{side}_loss"] = mean if math.isfinite(mean) else None
         row[f"{side}_right"] = accuracy(model, task, count=500)
     return {"steps": steps, "row": row}
 
@@ -123,10 +125,9 @@ def settings(lab: Lab) -> Figures:
 
 
 def ahead(row: Mapping[str, Any], contrast: str) -> float:
-    """By how many nats the mean loss of the better side is lower."""
-    one, other = CONTRASTS[contrast]
-    gap: float = row[f"{other}_loss"] - row[f"{one}_loss"]
-    return gap
+    """By how many nats the mean loss of the better side is lower; what diverged has lost."""
+    one, other = (row[f"{side}_loss"] for side in CONTRASTS[contrast])
+    return (LOST if other is None else other) - (LOST if one is None else one)
 
 
 def parts(name: str, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Sentence, list[bool]]]:
@@ -154,22 +155,33 @@ def depends(
 ) -> tuple[Sentence, Share, Share] | None:
     """The part of the settings in which the sentence holds more often than elsewhere, if any.
 
-    Of all ways to part them in two the least probable one, by Fisher's exact test as Holm corrects
-    it for how many there are; with the shares inside and outside.
+    Every other setting chooses it: of all ways to part them in two, the one that chance explains
+    least. The rest test it, by Fisher's exact test; theirs are the shares inside and outside.
     """
-    held = [ahead(row, contrast) > MATTERS for row in rows]
-    found = []
-    for words, inside in [part for name in NAMES for part in parts(name, rows)]:
-        here = [yes for yes, of in zip(held, inside, strict=True) if of]
-        there = [yes for yes, of in zip(held, inside, strict=True) if not of]
-        if here and there and sum(here) * len(there) > sum(there) * len(here):
-            found.append((words, here, there))
-    chances = holm([unlike(sum(a), len(a), sum(b), len(b)) for _, a, b in found])
-    best = min(range(len(found)), key=chances.__getitem__, default=None)
-    if best is None or chances[best] >= LEVEL:
+    ways = [part for name in NAMES for part in parts(name, rows)]
+    choosing = [
+        (unlike(sum(here), len(here), sum(there), len(there)), number)
+        for number, (_, inside) in enumerate(ways)
+        for here, there in [parted(rows[::2], inside[::2], contrast)]
+        if here and there and sum(here) * len(there) > sum(there) * len(here)
+    ]
+    if not choosing:
         return None
-    words, here, there = found[best]
+    words, inside = ways[min(choosing)[1]]
+    here, there = parted(rows[1::2], inside[1::2], contrast)
+    if not (here and there and sum(here) * len(there) > sum(there) * len(here)):
+        return None
+    if unlike(sum(here), len(here), sum(there), len(there)) >= LEVEL:
+        return None
     return words, proportion(sum(here), len(here)), proportion(sum(there), len(there))
+
+
+def parted(
+    rows: Sequence[Mapping[str, Any]], inside: Sequence[bool], contrast: str
+) -> tuple[list[bool], list[bool]]:
+    """In which settings the sentence holds, inside a part and outside of it."""
+    held = [(ahead(row, contrast) > MATTERS, of) for row, of in zip(rows, inside, strict=True)]
+    return [yes for yes, of in held if of], [yes for yes, of in held if not of]
 
 
 def judge(contrast: str, figures: Figures) -> Verdict:
@@ -190,8 +202,10 @@ def judge(contrast: str, figures: Figures) -> Verdict:
     )
     if place is not None:
         because = both(
-            "{because}; where {words}, in {inside} of {inner}, elsewhere in {outside} of {outer}",
-            "{because}；{words}时，{inner} 个中有 {inside} 个，其余 {outer} 个中有 {outside} 个",
+            "{because}; where {words}, which one half of the settings chose, it holds in {inside} "
+            "of {inner} of the other half, and elsewhere in {outside} of {outer}",
+            "{because}；由一半设置选出的条件是{words}：在另一半中，满足的 {inner} 个里有 {inside} "
+            "个成立，其余 {outer} 个里有 {outside} 个",
             because=because,
             words=place[0],
             inside=place[1].holds,
