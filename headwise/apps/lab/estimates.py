@@ -50,6 +50,35 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return across / sum((a - mean_x) ** 2 for a in log_x)
 
 
+class Line(NamedTuple):
+    """The exponent p of y ≈ c·x^p and its 95 % interval."""
+
+    power: float
+    low: float
+    high: float
+
+    @property
+    def said(self) -> Sentence:
+        """The exponent in a sentence."""
+        return both(
+            "{power:.2f} (95 % interval {low:.2f} to {high:.2f})",
+            "{power:.2f}（95% 区间 {low:.2f} 至 {high:.2f}）",
+            **self._asdict(),
+        )
+
+
+def fitted(x: Sequence[float], y: Sequence[float]) -> Line:
+    """The exponent of a power law by least squares on logarithms, with Student's interval.
+
+    >>> print(fitted([1, 2, 4, 8], [3, 13, 47, 190]).said)
+    1.99 (95 % interval 1.88 to 2.10)
+    """
+    found = _student().linregress([math.log(each) for each in x], [math.log(each) for each in y])
+    half = float(_student().t.ppf(1 - LEVEL / 2, len(x) - 2) * found.stderr)
+    power = float(found.slope)
+    return Line(power, power - half, power + half)
+
+
 class Difference(NamedTuple):
     """A difference of means, its 95 % interval, its standard error and degrees of freedom."""
 

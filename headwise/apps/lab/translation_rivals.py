@@ -35,18 +35,20 @@ def inside(mask: Mask | None, x: Tensor) -> Tensor:
 class SlidingWindow(nn.Module):
     """A gated convolution over three tokens: x (B, N, d_model) -> (B, N, d_model).
 
-    It sees the tokens at -1, 0 and 1, or if `causal` at -2, -1 and 0.
+    It sees the tokens at -1, 0 and 1, or if `causal` at -2, -1 and 0, times `apart`.
     """
 
-    def __init__(self, d_model: int, causal: bool) -> None:
+    def __init__(self, d_model: int, causal: bool, apart: int = 1) -> None:
         super().__init__()
-        self.around = (2, 0) if causal else (1, 1)  # zeros before and after
+        self.apart = apart
+        self.around = (2 * apart, 0) if causal else (apart, apart)  # zeros before and after
         self.mix = nn.Linear(3 * d_model, 2 * d_model)
 
     def forward(self, x: Tensor, *, mask: Mask | None = None, cache: Cache | None = None) -> Tensor:
         size = x.shape[1]
         spread = F.pad(x * inside(mask, x), (0, 0, *self.around))
-        near = torch.cat([spread[:, place : place + size] for place in range(3)], -1)
+        starts = range(0, 2 * self.apart + 1, self.apart)
+        near = torch.cat([spread[:, place : place + size] for place in starts], -1)
         return F.glu(self.mix(near), dim=-1)
 
 

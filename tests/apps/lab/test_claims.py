@@ -343,6 +343,45 @@ def reaching(*rivals: str) -> Edit:
     return edit
 
 
+def scaled_loss(half: float, at: float = 1.0) -> Edit:
+    """The loss at α = ½ where the initial weights have this factor; elsewhere it is one."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        rows = figures["rows"]
+        figures["rows"] = [
+            {**row, "gain": gain, "loss": 1.0} for row in rows for gain in (1.0, 4.0)
+        ]
+        for row in figures["rows"]:
+            if row["way"] == "0.5" and row["gain"] == at:
+                row["loss"] = half
+
+    return edit
+
+
+def spread(before: float, after: float) -> Edit:
+    """Logits whose spread grows with these powers of the width at α = ½."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        for row in figures["rows"]:
+            row["spread"] = [row["width"] ** power for power in (before, 0.0, after)]
+
+    return edit
+
+
+def recalling(**most: float) -> Edit:
+    """Rivals that recall up to so many pairs, or up to a power of their size; the others none."""
+
+    def edit(figures: dict[str, Any]) -> None:
+        sizes = {(x["kind"], x["budget"]): x["state"] for x in figures["sizes"]}
+        for row in figures["rows"]:
+            limit = most.get(row["kind"], 0.0)
+            state = sizes[row["kind"], row["budget"]]
+            able = 4.0 if limit > 1 else (state / 16) ** limit if limit else 0.0
+            row["right"] = min(1.0, able / row["pairs"])
+
+    return edit
+
+
 def removed(least: float, harm: float) -> Edit:
     """Up to this share of heads can go in the order of importance; one alone costs so much."""
 
@@ -483,6 +522,14 @@ FLIPS: list[tuple[str, Edit, str]] = [
     ("qk-settings", everywhere("shared", 0.0), "does not hold"),
     ("dot-settings", everywhere("additive", 0.5), "holds"),
     ("dot-settings", everywhere("additive", -0.5), "does not hold"),
+    ("scale-atlas", scaled_loss(half=2.0), "does not hold"),
+    ("scale-atlas", scaled_loss(half=2.0, at=4.0), "holds when"),
+    ("scale-width", spread(before=0.5, after=0.5), "does not hold"),
+    ("scale-width", spread(before=0.0, after=0.5), "holds when"),
+    ("rivals-phase", recalling(attention=9), "holds"),
+    ("rivals-phase", recalling(attention=9, LSTM=1.0), "holds when"),
+    ("rivals-capacity", recalling(attention=9, LSTM=0.5, linear=0.5), "holds"),
+    ("rivals-capacity", recalling(attention=9, linear=0.5), "holds when"),
     ("scale-training", learnt(unscaled=0.3, narrow=0.3), "holds"),
     ("scale-training", learnt(unscaled=0.3, narrow=0.9), "holds when"),
     ("scale-training", learnt(unscaled=0.9, narrow=0.9, later=0), "does not hold"),
@@ -541,6 +588,26 @@ def steady(figures: dict[str, Any]) -> None:
                 row[name] = 1.0 if "additive" in name else 0.1
             elif name in ("attention", "recurrent", "convolution"):
                 row[name] = 1e9
+
+
+def test_a_training_that_diverges_has_lost() -> None:
+    row = {"base_loss": 1.0, "unscaled_loss": None}
+    assert settings.ahead(row, "scale") > 1
+    assert settings.ahead({"base_loss": None, "unscaled_loss": 1.0}, "scale") < -1
+    assert settings.ahead({"base_loss": None, "unscaled_loss": None}, "scale") == 0
+
+
+def test_a_condition_is_tested_on_settings_that_did_not_choose_it() -> None:
+    rows = [each | {"base_loss": 1.0, "unscaled_loss": 1.0} for each in settings.drawn(60)]
+    for row in rows[::2]:  # in this half the sentence holds on one task alone
+        row["unscaled_loss"] += row["task"] == "recall"
+    assert settings.depends(rows, "scale") is None
+    for row in rows[1::2]:
+        row["unscaled_loss"] += row["task"] == "recall"
+    found = settings.depends(rows, "scale")
+    assert found is not None
+    assert "recall" in found[0]
+    assert found[1].of + found[2].of == 30
 
 
 def test_a_larger_gap_contradicts_the_half_about_overfitting() -> None:

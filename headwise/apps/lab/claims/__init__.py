@@ -18,11 +18,13 @@ from headwise.apps.lab.claims import (
     qk_training,
     qkv_counted,
     recalling,
+    rivals_phase,
     rivals_reach,
     rivals_scan,
     rivals_sharing,
     rivals_time,
     scale_assumed,
+    scale_atlas,
     scale_depth,
     scale_overflow,
     scale_softmax,
@@ -34,10 +36,11 @@ from headwise.apps.lab.claims import (
 
 FAMILIES = (
     *(scale_variance, scale_softmax, scale_overflow, scale_depth, scale_training, scale_assumed),
+    scale_atlas,
     *(heads_counted, heads_patterns, heads_rank, heads_removed, heads_edges, translation_quality),
     *(positions, masking),
     *(qk_symmetry, qk_training, dot_cost, dot_quality, qkv_counted, recalling),
-    *(rivals_reach, rivals_time, rivals_scan, rivals_sharing),
+    *(rivals_reach, rivals_time, rivals_scan, rivals_sharing, rivals_phase),
     *(settings, cost_layer, paper, examples),
 )
 

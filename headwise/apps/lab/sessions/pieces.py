@@ -10,8 +10,11 @@ from headwise.apps.lab.ablations import plan
 from headwise.apps.lab.claim import Claim
 from headwise.apps.lab.claims.dot_quality import at_widths, on_few, on_relation
 from headwise.apps.lab.claims.examples import chinese_runs
+from headwise.apps.lab.claims.positions import readings
 from headwise.apps.lab.claims.qk_training import on_tasks, watched_trainings
 from headwise.apps.lab.claims.recalling import by_content, by_place, over_distances
+from headwise.apps.lab.claims.rivals_phase import phase_pieces
+from headwise.apps.lab.claims.scale_atlas import atlas_pieces
 from headwise.apps.lab.claims.scale_training import cells
 from headwise.apps.lab.claims.settings import in_settings
 from headwise.apps.lab.claims.translation_quality import CLAIMED
@@ -31,6 +34,7 @@ READERS = (
     cells,
     in_settings,
     watched_trainings,
+    readings,
 )
 """Trainings of small readers, the longest first; the last pieces of each are the largest."""
 
@@ -89,5 +93,6 @@ def every(lab: Lab) -> list[TrainingPiece]:
         ),
         times(lab),
         *translators(lab),
+        *(TrainingPiece(*each, alone=True) for each in (*atlas_pieces(lab), *phase_pieces(lab))),
         *(TrainingPiece(*each) for of in READERS for each in reversed(of(lab))),
     ]
