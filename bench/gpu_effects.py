@@ -34,13 +34,19 @@ def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
     parser.add_argument("--shapes", action="store_true", help="compare tiles of the kernels")
-    parser.add_argument("--warm", metavar="PART", help="compile the kernels of a part, and end")
+    parser.add_argument(
+        "--warm", metavar="PART", help="compile a part's kernels, or `all`, and end"
+    )
+    parser.add_argument("--warmed", action="store_true", help="the kernels are compiled already")
     given = parser.parse_args()
+    tried = [f"shape {i}" for i in range(len(SHAPES) if given.shapes else 0)]
+    if not given.warmed and given.warm in (None, "all"):
+        warm("bench.gpu_effects", [*PARTS, *tried])
+    if given.warm == "all":
+        return
     if given.warm:
         _part(given.warm)()
         return
-    tried = [f"shape {i}" for i in range(len(SHAPES) if given.shapes else 0)]
-    warm("bench.gpu_effects", [*PARTS, *tried])
     found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
     for name, row in _measured(len(tried)):
         found.setdefault(name, []).append(row)

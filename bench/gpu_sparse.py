@@ -143,15 +143,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 100_000])
     parser.add_argument("--only", default="", help="ways whose name has this word")
-    parser.add_argument("--warm", metavar="WAY", help="compile the kernels of one way, and end")
+    parser.add_argument(
+        "--warm", metavar="WAY", help="compile one way's kernels, or `all`, and end"
+    )
+    parser.add_argument("--warmed", action="store_true", help="the kernels are compiled already")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    ways = [name for name in WAYS if given.only in name]
+    if device == "cuda" and not given.warmed and given.warm in (None, "all"):
+        warm("bench.gpu_sparse", [name for name in ways if not name.startswith("dense")])
+    if given.warm == "all":
+        return
     if given.warm:
         WAYS[given.warm](Inputs(4096, device))
         return
-    ways = [name for name in WAYS if given.only in name]
-    if device == "cuda":
-        warm("bench.gpu_sparse", [name for name in ways if not name.startswith("dense")])
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "lengths": {}}
     for n in given.lengths:
