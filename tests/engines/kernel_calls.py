@@ -199,6 +199,33 @@ def record(width: int, dtype: torch.dtype) -> list[Tensor]:
     return [board]
 
 
+@torch.no_grad()
+def pages(width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Serve four requests over pages, watched and not, decoding and with prompts.
+
+    The weights that keys receive are not returned: they are added up in any order.
+    """
+    from headwise.engines.triton.host import ragged_kernel
+    from headwise.watching.recorder.ragged_batch import Marks, Pages, RaggedBatch
+
+    page, rows, found = 16, 64, []
+    counts = torch.tensor([0, 1, 40, 41, 45], dtype=torch.int32, device=DEVICE)
+    held = torch.tensor([0, 30, 70, 101, 130], dtype=torch.int32, device=DEVICE)
+    table = torch.arange(4 * 4, device=DEVICE, dtype=torch.int32)
+    q = normal(48, 8, width, dtype=dtype)  # and three rows of padding
+    keys, values = normal(2, page * rows, 2, width, dtype=dtype)
+    packed, paged = Pages(None), Pages(table, page, 4)
+    each = Pages(torch.arange(130, device=DEVICE))
+    capped = {"softcap": 9.0, "sinks": zeros(8)}
+    for where, form, look in (
+        (paged, {}, True), (packed, {"window": 20}, True), (each, capped, True), (each, {}, False),
+    ):  # fmt: skip
+        batch = RaggedBatch(q, keys, values, counts, held, where, 39, 0.1, **form)
+        marks = Marks(where, torch.arange(48, device=DEVICE), zeros(page * rows, 8))
+        found += ragged_kernel.launch(batch, look, 1, marks if look else None)
+    return found
+
+
 OTHERS: dict[str, Callable[[int, torch.dtype], list[Tensor]]] = {
     "decode": decode,
     "decode_biased": decode_biased,
@@ -210,6 +237,7 @@ OTHERS: dict[str, Callable[[int, torch.dtype], list[Tensor]]] = {
     "moments": moments,
     "additive": additive,
     "record": record,
+    "pages": pages,
 }
 KINDS = ("plain", "causal", "capped", "documents", "alibi", "bias", "half", "dense", "buckets")
 
@@ -226,6 +254,8 @@ def _exists(kind: str, width: str, dtype: str) -> bool:
         return dtype == "bfloat16" and (kind, width) != ("moments", "256")
     if kind == "record":
         return (width, dtype) == ("64", "bfloat16")
+    if kind == "pages":
+        return (width, dtype) in (("64", "bfloat16"), ("64", "float32"), ("256", "bfloat16"))
     return kind != "additive" or width != "256"
 
 

@@ -36,6 +36,7 @@ _LIKE = {  # the kernel whose shape serves if the table has none
     "full decode": "decode",
     "biased decode": "decode",
     "effects": "map",
+    "pages": "map",
 }
 KERNELS = ("forward", "queries", "keys", "narrow", "capped", "capped queries", "capped keys")
 """The kernels that `tuning` measures: the forward, the two backward kernels, the forward for rows
@@ -87,6 +88,7 @@ _TABLE = {  # kernel, bytes per element: shapes for padded widths up to 64, 128 
         ("full decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),
         ("biased decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),
         ("map", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 2)),
+        ("pages", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 16, 4, 2)),
     },
     "blackwell": {  # as much as Hopper, but products lie in tensor memory
         ("forward", 2): (Shape(64, 128, 4, 3), Shape(128, 64, 8, 3), Shape(128, 64, 8, 2)),
@@ -123,6 +125,7 @@ _TABLE = {  # kernel, bytes per element: shapes for padded widths up to 64, 128 
         ("full decode", 2): (Shape(16, 128, 4, 3), Shape(16, 64, 4, 3), Shape(16, 32, 4, 2)),
         ("biased decode", 2): (Shape(16, 64, 4, 3), Shape(16, 32, 4, 3), Shape(16, 32, 4, 2)),
         ("map", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 2)),
+        ("pages", 2): (Shape(64, 64, 4, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
         ("forward", 4): (Shape(64, 32, 4, 1), Shape(32, 32, 4, 1), Shape(16, 16, 4, 1)),
         ("queries", 4): (Shape(32, 32, 4, 1), Shape(32, 16, 4, 1), Shape(16, 16, 4, 1)),
         ("keys", 4): (Shape(32, 32, 4, 1), Shape(16, 32, 4, 1), Shape(16, 16, 4, 1)),
