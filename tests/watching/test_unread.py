@@ -277,7 +277,7 @@ def test_whatever_goes_wrong_a_training_goes_on(
         monkeypatch.setattr("headwise.watching.runs.run_writer.write_map", broken)
     watch = hw.watch(model, alarms=[Broken()] if target == "rule" else False)
     if target == "heads":
-        monkeypatch.setattr("headwise.watching.training_steps.head_rows", broken)
+        monkeypatch.setattr("headwise.watching.training_steps.HeadRows", broken)
     unread = dict.fromkeys(("recorder", "board", "statistics"), "2 modules")
     failing = {**unread, "heads": "ending a step failed"}
     quiet = target not in failing
