@@ -1,6 +1,5 @@
 """The cost of attention before it runs: parameters, FLOPs, bytes and time."""
 
-from headwise.costs.architecture import Architecture
 from headwise.costs.calculate import cost
 from headwise.costs.calculate import read as read_architecture
 from headwise.costs.cost import Cost
@@ -13,6 +12,7 @@ from headwise.costs.machines.this_machine import THIS
 from headwise.costs.machines.this_machine import find as find_device
 from headwise.costs.machines.this_machine import present as present_device
 from headwise.costs.machines.this_machine import save as save_device
+from headwise.costs.tracing.traced_model import TracedModel as Architecture
 from headwise.costs.uses.scenario import LONGEST, Phase, Scenario
 from headwise.costs.uses.sketch import Sketch
 from headwise.costs.uses.utilisation import Utilisation

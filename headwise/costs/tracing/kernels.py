@@ -13,22 +13,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headwise import api
 from headwise import mask as masks
-from headwise.bias import parts_of
+from headwise.bias import RelativeBuckets, parts_of
 from headwise.core.intervals import Mask
 from headwise.core.mask_rules import by_rows, simple_mask
 from headwise.core.patterns import Causal
-from headwise.costs.attending import pairs_of_a_rank
-from headwise.costs.kernel import AttentionShape
+from headwise.core.place import Place
+from headwise.core.problem import Problem
+from headwise.costs.formula import formula, size
+from headwise.costs.kernel import AttentionShape, Kernel
+from headwise.costs.pairs import pairs_of_a_rank
 from headwise.costs.tally import again
+from headwise.costs.tracing.inputs import stored
 from headwise.costs.tracing.recorder import Recorder, storage_id
+from headwise.costs.visible import window_width
+from headwise.costs.workload import Workload
+from headwise.engines.sdpa import SMALL
 from headwise.messages import say
 from headwise.score import Dot, Score, rewrite
 
@@ -167,6 +176,7 @@ def sdpa(
         found = recorder.mask_of(attn_mask)
     elif is_causal:
         found = masks.causal() if query.shape[-2] == key.shape[-2] else masks.causal(0)
+    found = recorder.narrowed(found)
     if not recorder.work.fused or (dropout_p and recorder.work.device == "cpu"):
         return stepped(recorder, found, query, key, value, attn_mask, dropout_p, is_causal,
                        scale=scale, enable_gqa=enable_gqa)  # fmt: skip
@@ -184,6 +194,14 @@ def stepped(
         return SDPA(query, key, *rest, **options)
 
 
+MULTI_HEAD = F.multi_head_attention_forward
+MULTI_HEAD_INSIDE: Any = FunctionType(
+    MULTI_HEAD.__code__, {**vars(F), "has_torch_function": lambda tensors: False},
+    argdefs=MULTI_HEAD.__defaults__,
+)  # fmt: skip
+"""The same code, which a mode hears inside: the function hands itself over to a mode as a whole."""
+
+
 class AttentionCalls(TorchFunctionMode):
     """Hears calls of PyTorch's attention and of `hw.attention`, however code names them."""
 
@@ -193,7 +211,32 @@ class AttentionCalls(TorchFunctionMode):
             q = args[0] if args else kwargs["q"]
             if q.is_meta and q.ndim == 4:
                 return headwise_attention(*args, **kwargs)
+        if func is MULTI_HEAD:
+            with self:
+                return MULTI_HEAD_INSIDE(*args, **kwargs)
+        if func is F.rms_norm and _recorders[-1].work.device == "cuda":
+            return RootMeanSquare.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         return (sdpa if func is SDPA else func)(*args, **kwargs)
+
+
+class RootMeanSquare(torch.autograd.Function):
+    """RMSNorm as one kernel, which saves its input and a float32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Any = None, eps: Any = None) -> Tensor:
+        recorder = _recorders[-1]
+        with recorder.muted():
+            wide = torch.float64 if recorder.work.wide == 8 else torch.float32
+            ctx.save_for_backward(x, x.new_empty(x.shape[: -len(shape)], dtype=wide))
+            out = torch.empty_like(x)
+        bytes_each = x.numel() * x.element_size()
+        recorder.tape.run(Kernel("rms_norm", "norm", 0, bytes_each, bytes_each))
+        recorder.tape.run(Kernel("rms_norm", "norm", 0, 2 * bytes_each, bytes_each), True)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, None, None
 
 
 def headwise_attention(
@@ -201,15 +244,113 @@ def headwise_attention(
     bias: Any = None, softcap: float | None = None, sinks: Tensor | None = None,
     dropout: Any = 0.0, engine: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """`hw.attention` on one of its fused engines."""
+    """`hw.attention` by the kernel that serves the call, or step by step."""
     recorder = _recorders[-1]
+    met, found = rewrite(Dot() if score is None else score, q, k), recorder.narrowed(mask)
+    distances, added = parts_of(bias)
+    if recorder.attending is not None and recorder.attending.caches:
+        count_kept(recorder, k, v, mask)
+    given = met.q, met.k, v
     if not recorder.work.fused:
-        raise ValueError(
-            say("hw.attention in a traced module is one kernel; leave out fused=False")
-        )
-    met = rewrite(Dot() if score is None else score, q, k)
-    return fused(recorder, met.q, met.k, v, mask, parts_of(bias)[1], sinks,
-                 softcap=bool(softcap), additive=met.additive is not None)  # fmt: skip
+        if met.additive is not None:
+            raise ValueError(say("additive scores are one kernel; leave out fused=False"))
+        again_later = recorder.work.recompute == "attention"
+        with recorder.recomputed(given) if again_later else nullcontext():
+            return in_steps(recorder, *given, found, softcap, dropout)
+    place = replace(recorder.place(q.shape[1], q.shape[2], k.shape[2]), batch=q.shape[0])
+    dropped = bool(getattr(dropout, "rate", dropout))
+    plain = not (met.additive is not None or distances is not None or softcap or dropped
+                 or sinks is not None or (added is not None and added.requires_grad))  # fmt: skip
+    by_torch = plain and torch_serves(found, place, recorder.work, k.shape[3] == v.shape[3])
+    extra = keep_terms(recorder, found, place, distances, dropped, by_torch)
+    return fused(recorder, *given, found, added, sinks, softcap=bool(softcap), extra=extra,
+                 additive=met.additive is not None, beside=by_torch)  # fmt: skip
+
+
+def torch_serves(mask: Mask | None, place: Place, work: Workload, alike: bool) -> bool:
+    """True if PyTorch's own fused kernel computes a plain call, as `hw.explain` would choose."""
+    if work.device == "cpu" and not alike:
+        return False
+    if mask is None or (isinstance(mask, Causal) and mask.is_lower_triangle(place)):
+        return True
+    if work.device == "cuda":
+        return False
+    few = place.batch * place.queries * place.keys <= SMALL
+    return mask.pieces == 0 or mask.rows_alike or few
+
+
+def keep_terms(
+    recorder: Recorder, mask: Mask | None, place: Place, distances: Any, dropped: bool,
+    by_torch: bool,
+) -> int:  # fmt: skip
+    """Save what a kernel reads beside its tensors, and keeps per row; returns the bytes it reads.
+
+    headwise's own kernels also save each row's largest logit, so that weights stay exact; those for
+    GPUs keep the logarithm of its sum apart from it.
+    """
+    work = recorder.work
+    if by_torch:
+        if mask is None or (isinstance(mask, Causal) and mask.is_lower_triangle(place)):
+            return 0
+        pairs = mask.to_dense(place).shape[:3].numel() * place.keys
+        recorder.keep("mask", formula(pairs * work.element))
+        return pairs * work.element
+    rows = size("b", place.batch) * size("a", place.heads) * size("s", place.queries)
+    recorder.keep("largest logits", rows * work.wide)
+    if work.device == "cuda":
+        recorder.keep("logarithms of sums", rows * work.wide)
+    q = torch.empty(place.batch, place.heads, place.queries, 1, device="meta")
+    with recorder.muted():
+        problem = Problem(q, q, q, place, 1.0, mask=mask)
+        band, rest = problem.band() if work.device == "cuda" else (None, mask)
+        bounds = None if rest is None else problem.intervals(rest)
+        dense, position = problem.dense(), None if band is not None else problem.position()
+    reads: dict[str, int] = {}
+    if position is not None:
+        reads["positions"] = 4 * position.numel()
+    if bounds is not None:
+        reads["intervals"] = 4 * bounds.numel()
+    if dense is not None:
+        reads["mask"] = dense.numel()
+    if dropped:
+        reads["seed"] = 8
+    if isinstance(distances, RelativeBuckets):
+        count = 2 * distances.max_distance + 1
+        reads["buckets of distances"] = 8 * count
+        reads["bias of distances"] = count * place.heads * work.element
+    for label, count in reads.items():
+        recorder.keep(label, formula(count))
+    return sum(reads.values())
+
+
+def count_kept(recorder: Recorder, k: Tensor, v: Tensor, mask: Mask | None) -> None:
+    """Count what decoding keeps of the keys and values (B, G, M, D) of a call."""
+    tape, names, work = recorder.tape, recorder.names, recorder.work
+    if any(line.figure == "kv_cache" for line in tape.current.lines):
+        return  # a recurrent decoder looks at the same memory in each of its steps
+    assert recorder.attending is not None
+    whole = k.shape[2] if recorder.attending.across else names.tokens.keys
+    width = window_width(mask)
+    length = -(-(whole if width is None else min(whole, width)) // work.ranks.cp)
+    tape.cached("keys and values", stored(names, work, k.shape, v.shape[3], length))
+    if work.cache.page is not None:
+        tape.cached("page table", formula(k.shape[0] * work.cache.table(length)))
+
+
+def in_steps(
+    recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float | None,
+    dropout: Any,
+) -> Tensor:  # fmt: skip
+    """softmax(QKᵀ)V as PyTorch's kernel computes it in steps, with every weight in memory."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (k, v))
+    with recorder.under([(mask, q.shape[2], k.shape[2])]):
+        scores = (q * 1.0) @ (k * 1.0).mT  # each is scaled by the root
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        p = F.dropout(scores.softmax(-1), float(getattr(dropout, "rate", dropout)))
+        out: Tensor = p @ v
+    return out
 
 
 def fused(
@@ -223,10 +364,16 @@ def fused(
     *,
     softcap: bool = False,
     additive: bool = False,
+    extra: int = 0,
+    beside: bool = True,
 ) -> Tensor:
-    """One kernel, counted under its mask."""
-    made: Tensor = Fused.apply(q, k, v, bias, sinks)  # type: ignore[no-untyped-call]
-    count_attention(recorder, q, k, v, found, softcap, additive)
+    """One kernel, counted under its mask.
+
+    `extra` are the bytes that it reads beside q, k and v; `beside` is True if the heads of its
+    output lie beside each other, as those of its queries.
+    """
+    made: Tensor = Fused.apply(q, k, v, bias, sinks, beside)  # type: ignore[no-untyped-call]
+    count_attention(recorder, q, k, v, found, softcap, additive, extra)
     return made
 
 
@@ -234,11 +381,15 @@ class Fused(torch.autograd.Function):
     """A fused kernel: it saves its inputs, its output and the lse of every row."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, beside: bool
+    ) -> Tensor:
         recorder = _recorders[-1]
         with recorder.muted():
-            out = torch.empty_like(q)  # laid out as its queries
-            if v.shape[-1] != q.shape[-1]:
+            out = q.new_empty(*q.shape[:3], v.shape[-1])
+            if beside and v.shape[-1] == q.shape[-1]:
+                out = torch.empty_like(q)  # laid out as its queries
+            elif beside:
                 out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
             if recorder.work.recompute == "attention":
                 ctx.save_for_backward(q, k, v)
@@ -251,12 +402,12 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, None, None, None
+        return None, None, None, None, None, None
 
 
 def count_attention(
     recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, found: Mask | None, softcap: bool,
-    additive: bool = False,
+    additive: bool = False, extra: int = 0,
 ) -> None:  # fmt: skip
     """The kernels of a fused call, and the formula of its FLOPs."""
     tape, work, tokens = recorder.tape, recorder.work, recorder.names.tokens
@@ -274,10 +425,11 @@ def count_attention(
         read = int(pairs.touched * kv_heads * vectors)
     else:
         read = pairs.touched * kv_heads * (k.shape[3] + v.shape[3]) * work.element
-    tape.attention(shape, "attention", 0, read)
-    if work.recompute == "attention":
-        tape.current.backward.append(again(tape.current.forward[-1]))
-    recorder.flops_of_pairs(shape, found, pairs)
+    with tape.inside(tape.child("scores and values")):
+        tape.attention(shape, "attention", extra, read)
+        if work.recompute == "attention":
+            tape.current.backward.append(again(tape.current.forward[-1]))
+        recorder.flops_of_pairs(shape, pairs)
 
 
 def step_by_step(

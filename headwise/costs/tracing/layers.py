@@ -108,7 +108,8 @@ class LayerList:
     ) -> Any:
         recorder = self.recorder
         call = LayerCall(part, self._parent(), path)
-        ran = {id(node): len(node.forward) for node in tree(part)}
+        whole = recorder.tape.root  # a layer may run modules that lie elsewhere
+        ran = {id(node): len(node.forward) for node in tree(whole)}
         outermost = call.parent is None
         if outermost and recorder.work.recompute == "layers":
             for leaf in leaves:
@@ -120,7 +121,7 @@ class LayerList:
             out = forward(*args, **kwargs)
         recorder.calls.pop()
         if outermost and recorder.work.recompute == "layers":
-            for node in tree(part):
+            for node in tree(whole):
                 node.backward += [again(x) for x in node.forward[ran.get(id(node), 0) :]]
         outputs, spec = tree_flatten(out)
         sources = {

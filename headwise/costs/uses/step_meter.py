@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.costs.architecture import Architecture
 from headwise.costs.calculate import unwrapped
+from headwise.costs.tracing.traced_model import TracedModel
 from headwise.costs.uses.utilisation import Utilisation
 
 DTYPES = {
@@ -201,7 +201,7 @@ def _arguments(model: nn.Module) -> list[str]:
         return []
 
 
-def sizes_of(architecture: Architecture, given: Iterable[GivenShape]) -> dict[str, int]:
+def sizes_of(architecture: TracedModel, given: Iterable[GivenShape]) -> dict[str, int]:
     """The sizes of a pass as `hw.cost` takes them; ValueError if they can't be told.
 
     >>> from headwise.costs.calculate import read

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.costs.architecture import Architecture
 from headwise.costs.calculate import cost, read
 from headwise.costs.machines import this_machine
+from headwise.costs.tracing.traced_model import TracedModel
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -25,7 +25,7 @@ class Utilisation:
     nothing that is computed again. Padding counts, as it is computed.
     """
 
-    architecture: Architecture
+    architecture: TracedModel
     peak: float
     dtype: str
     device: str

@@ -57,7 +57,7 @@ def test_the_table_fits_80_columns_and_has_exact_numbers() -> None:
     output = run("gpt", "--device", "h100")
     assert "5,573,888" in output
     assert "on NVIDIA H100 SXM" in output
-    assert "feed-forward" in output
+    assert "feed_forward" in output
     assert "\x1b" not in output
     assert max(cell_len(line) for line in output.splitlines()) <= 80
 

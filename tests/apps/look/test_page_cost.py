@@ -58,7 +58,7 @@ def test_the_opened_model_can_be_costed_and_its_shape_is_not_asked(visit: Visits
     page.get_by_role("radiogroup", name="Model").get_by_text("described here").click()
     expect(page.get_by_role("slider", name="Layers")).to_be_visible()
     page.get_by_role("radiogroup", name="Model").get_by_text("the opened one").click()
-    expect(page.locator("[data-part='layers/attention/scores and values']")).to_be_visible()
+    expect(page.locator("[data-part='blocks/attention/scores and values']")).to_be_visible()
 
 
 def test_a_device_without_the_rate_says_so_and_leads_back(visit: Visits) -> None:
