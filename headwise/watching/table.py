@@ -193,7 +193,8 @@ class Table:
         """The rows that are shown, as text, and the lines below them."""
         hidden, half = len(self) - MOST_ROWS, MOST_ROWS // 2
         rows = self._rows if hidden <= 0 else self._rows[:half] + self._rows[-half:]
-        footer = [f"({hidden} rows in the middle not shown)"] if hidden > 0 else []
+        rest = f"({hidden} {'row' if hidden == 1 else 'rows'} in the middle not shown)"
+        footer = [rest] if hidden > 0 else []
         footer += [] if self.note is None else [self.note]
         return [[_short(value) for value in row.values()] for row in rows], footer
 
