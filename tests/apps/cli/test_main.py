@@ -18,20 +18,7 @@ from headwise.apps.cli.main import app
 from headwise.apps.look import terminal_view as terminal
 from headwise.apps.look.readers.opening import opened
 from headwise.apps.look.readers.reader import silent
-
-
-def run(*words: str, stdin: str = "") -> str:
-    """The output of `headwise …`, which must succeed."""
-    result = CliRunner().invoke(app, list(words), input=stdin, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def refused(*words: str) -> str:
-    """The message with which `headwise …` refuses."""
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == 2
-    return " ".join(result.output.replace("│", " ").split())
+from tests.command_line import refused, run
 
 
 def test_help_names_the_commands_and_teaches_by_example() -> None:
