@@ -90,7 +90,7 @@ def cost(
         layout,
     )
     check_workload(work)
-    return read(what, context, inputs).cost(work)
+    return read_architecture(what, context, inputs).cost(work)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -102,7 +102,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def read(what: Any, context: int | None = None, inputs: Any = None) -> TracedModel:
+def read_architecture(what: Any, context: int | None = None, inputs: Any = None) -> TracedModel:
     """The architecture of anything that `cost` takes."""
     if isinstance(what, nn.Module):
         return _read_module(unwrapped(what), context, inputs)

@@ -66,10 +66,10 @@ PARTS = {
 """The modules of headwise's layers; others are called as they are."""
 
 
-def translated(name: str) -> str:
+def translated_part(name: str) -> str:
     """A part's name in 中文; a number behind it stays.
 
-    >>> translated("attention"), translated("layers.3")
+    >>> translated_part("attention"), translated_part("layers.3")
     ('注意力', '层.3')
     """
     plain, number = re.fullmatch(r"(.*?)([. ]\d+)?", name).groups()  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ from headwise.core.problem import Problem
 from headwise.costs.formula import formula, size
 from headwise.costs.kernel import AttentionShape
 from headwise.costs.pairs import pairs_of_a_rank
-from headwise.costs.tally import again
+from headwise.costs.tally import recomputed_kernel
 from headwise.costs.tracing.inputs import stored
 from headwise.costs.tracing.recorder import Recorder
 from headwise.costs.visible import window_width
@@ -35,25 +35,25 @@ def headwise_attention(
     dropout: Any = 0.0, engine: str = "auto",
 ) -> Tensor:  # fmt: skip
     """`hw.attention` by the kernel that serves the call, or step by step."""
-    met, found = rewrite(Dot() if score is None else score, q, k), recorder.narrowed(mask)
+    scored, found = rewrite(Dot() if score is None else score, q, k), recorder.narrowed(mask)
     distances, added = parts_of(bias)
     if recorder.attending is not None and recorder.attending.caches:
         count_kept(recorder, k, v, mask)
-    given = met.q, met.k, v
+    given = scored.q, scored.k, v
     if not recorder.work.fused:
-        if met.additive is not None:
+        if scored.additive is not None:
             raise ValueError(say("additive scores are one kernel; leave out fused=False"))
         again_later = recorder.work.recompute == "attention"
         with recorder.recomputed(given) if again_later else nullcontext():
             return in_steps(recorder, *given, found, softcap, dropout)
     place = replace(recorder.place(q.shape[1], q.shape[2], k.shape[2]), batch=q.shape[0])
     dropped = bool(getattr(dropout, "rate", dropout))
-    plain = not (met.additive is not None or distances is not None or softcap or dropped
+    plain = not (scored.additive is not None or distances is not None or softcap or dropped
                  or sinks is not None or (added is not None and added.requires_grad))  # fmt: skip
     by_torch = plain and torch_serves(found, place, recorder.work, k.shape[3] == v.shape[3])
     extra = keep_terms(recorder, found, place, distances, dropped, by_torch)
     return fused(recorder, *given, found, added, sinks, softcap=bool(softcap), extra=extra,
-                 additive=met.additive is not None, beside=by_torch)  # fmt: skip
+                 additive=scored.additive is not None, beside=by_torch)  # fmt: skip
 
 
 def torch_serves(mask: Mask | None, place: Place, work: Workload, alike: bool) -> bool:
@@ -217,5 +217,5 @@ def count_attention(
     with tape.inside(tape.child("scores and values")):
         tape.attention(shape, "attention", extra, read)
         if work.recompute == "attention":
-            tape.current.backward.append(again(tape.current.forward[-1]))
+            tape.current.backward.append(recomputed_kernel(tape.current.forward[-1]))
         recorder.flops_of_pairs(shape, pairs)

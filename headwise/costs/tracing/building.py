@@ -130,16 +130,19 @@ def model_class(config: Any) -> type[nn.Module]:
     transformers: Any = import_module("transformers")
     listed = getattr(config, "architectures", None)
     if listed:
-        return _named(transformers, config, listed)
+        return _class_listed(transformers, config, listed)
     kind = type(config)
     decodes = getattr(config, "is_decoder", False)
     order = ["MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"]
     if getattr(config, "is_encoder_decoder", False):
         order = ["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING"]
-    elif not decodes and _of(transformers, "MODEL_FOR_MASKED_LM_MAPPING", kind) is not None:
+    elif (
+        not decodes
+        and _class_in_mapping(transformers, "MODEL_FOR_MASKED_LM_MAPPING", kind) is not None
+    ):
         order = []
     for name in (*order, "MODEL_MAPPING"):
-        found = _of(transformers, name, kind)
+        found = _class_in_mapping(transformers, name, kind)
         if found is not None:
             return found
     raise ValueError(
@@ -148,7 +151,7 @@ def model_class(config: Any) -> type[nn.Module]:
     )  # fmt: skip
 
 
-def _of(transformers: Any, mapping: str, kind: type) -> type[nn.Module] | None:
+def _class_in_mapping(transformers: Any, mapping: str, kind: type) -> type[nn.Module] | None:
     try:
         found = getattr(transformers, mapping).get(kind, None)
     except Exception:  # a model that needs a package that is not there
@@ -158,7 +161,7 @@ def _of(transformers: Any, mapping: str, kind: type) -> type[nn.Module] | None:
     return found if isinstance(found, type) else None
 
 
-def _named(transformers: Any, config: Any, listed: Any) -> type[nn.Module]:
+def _class_listed(transformers: Any, config: Any, listed: Any) -> type[nn.Module]:
     if not isinstance(listed, list | tuple) or not isinstance(listed[0], str):
         raise ValueError(
             say("architectures={listed!r} must be a list of class names", listed=listed)

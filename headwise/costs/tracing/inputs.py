@@ -48,24 +48,24 @@ def inputs_of(
     """Arguments of a forward of so many sequences and tokens; ValueError if they can't be told."""
     config: Any = model.config
     name = main_name(model)
-    taken = inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
     pair = is_pair(model)
     length = (context or tokens) if pair else tokens
     given: dict[str, Any] = {name: _main(config, name, batch, length, dtype)}
     if pair:
         given["decoder_input_ids"] = ids(batch, tokens)
-    if extras.mask and name in TEXT and "attention_mask" in taken:
+    if extras.mask and name in TEXT and "attention_mask" in parameters:
         given["attention_mask"] = ids(batch, length if pair else keys)
-    if extras.image and name in TEXT and "pixel_values" in taken:
+    if extras.image and name in TEXT and "pixel_values" in parameters:
         given["pixel_values"] = _main(config, "pixel_values", batch, tokens, dtype)
     return given
 
 
 def is_pair(model: nn.Module) -> bool:
     """True for an encoder with a decoder, each with a sequence of its own."""
-    taken = inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
     both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    return both and "decoder_input_ids" in taken
+    return both and "decoder_input_ids" in parameters
 
 
 def main_name(model: nn.Module) -> str:
@@ -170,7 +170,7 @@ def _count(tape: Tape, names: SizeNames, cache: Any, numbers: set[int]) -> None:
                 if layout.page is not None:
                     table = pair[0].shape[0] * layout.table(pair[0].shape[2])
                     found["page table", formula(table)] += 1
-            for name, x in others(half[number]):
+            for name, x in other_tensors(half[number]):
                 if name in GROWING:
                     found[name.replace("_", " "), formula(x.numel() * x.element_size())] += 1
                 else:
@@ -233,7 +233,7 @@ def tensors_of(cache: Any) -> Iterator[Tensor]:
             yield from tensors_of(each)
 
 
-def others(layer: Any) -> Iterator[tuple[str, Tensor]]:
+def other_tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
     """What a layer of a cache keeps beside keys and values, by name, without its counters."""
     for name, found in vars(layer).items():
         if name in ("keys", "values") and keys_and_values(layer) is not None:

@@ -128,7 +128,7 @@ def attend(
         found = masks.causal() if queries == keys else masks.causal(0)
     if recorder.work.fused and dropout and recorder.work.device == "cpu" and module.training:
         plain = isinstance(found, Causal) and queries == keys
-        made = stepped(
+        made = sdpa_in_steps(
             recorder, found, query, key, value, None if plain else attention_mask, dropout, plain,
             scale=options.get("scaling"), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
@@ -136,7 +136,7 @@ def attend(
     if not recorder.work.fused:
         again_later = recorder.work.recompute == "attention"
         with recorder.recomputed((query, key, value)) if again_later else nullcontext():
-            return step_by_step(
+            return model_in_steps(
                 recorder, module, (query, key, value), attention_mask, found, dropout,
                 softcap=softcap, s_aux=s_aux, position_bias=position_bias, **options,
             ), None  # fmt: skip
@@ -167,7 +167,7 @@ def sdpa(
         found = masks.causal() if query.shape[-2] == key.shape[-2] else masks.causal(0)
     found = recorder.narrowed(found)
     if not recorder.work.fused or (dropout_p and recorder.work.device == "cpu"):
-        return stepped(recorder, found, query, key, value, attn_mask, dropout_p, is_causal,
+        return sdpa_in_steps(recorder, found, query, key, value, attn_mask, dropout_p, is_causal,
                        scale=scale, enable_gqa=enable_gqa)  # fmt: skip
     if query.ndim == 3:
         heads = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -175,7 +175,7 @@ def sdpa(
     return fused(recorder, query, key, value, found)
 
 
-def stepped(
+def sdpa_in_steps(
     recorder: Recorder, found: Mask | None, query: Tensor, key: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
     """PyTorch's own steps: what it does on the meta device, and on a CPU with dropout."""
@@ -228,7 +228,7 @@ class RootMeanSquare(torch.autograd.Function):
         return None, None, None, None
 
 
-def step_by_step(
+def model_in_steps(
     recorder: Recorder,
     module: nn.Module,
     given: tuple[Tensor, Tensor, Tensor],

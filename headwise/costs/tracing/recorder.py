@@ -25,7 +25,7 @@ from headwise.core.place import Place
 from headwise.costs.formula import Formula, Line, formula
 from headwise.costs.kernel import AttentionShape, Kernel, Kind, MatmulShape
 from headwise.costs.pairs import count_pair_flops, pairs_of_a_head, pairs_of_a_rank
-from headwise.costs.tally import CountedPart, again
+from headwise.costs.tally import CountedPart, recomputed_kernel
 from headwise.costs.tape import Tape
 from headwise.costs.tracing.naming import SizeNames, checked
 from headwise.costs.visible import Pairs
@@ -133,17 +133,17 @@ class Recorder(TorchDispatchMode):
             return  # what counts pairs of a mask, and no part of the model
         written = sum(numbers(x) * x.element_size() for x in made)
         kind: Kind = "elementwise"
-        taken = sum(min(numbers(x), x.numel()) * x.element_size() for x in read)
+        bytes_read = sum(min(numbers(x), x.numel()) * x.element_size() for x in read)
         if name == "embedding" or name.startswith("index"):
-            kind, taken = "embedding", written
+            kind, bytes_read = "embedding", written
         elif name == "_softmax":
             kind = "softmax"
         elif name in NORMS:
             kind = "norm"
         special = sum(x.numel() for x in made) if name in SPECIAL else 0
-        self.tape.run(Kernel(name, kind, 0, taken, written, special))
+        self.tape.run(Kernel(name, kind, 0, bytes_read, written, special))
         if any(x.requires_grad for x in read) and torch.is_grad_enabled():
-            self.tape.run(Kernel(name, kind, 0, taken + written, taken), True)
+            self.tape.run(Kernel(name, kind, 0, bytes_read + written, bytes_read), True)
 
     def _product(self, name: str, flops: int, args: Any, out: Any) -> None:
         """A matrix product or a convolution, and the products of its backward."""
@@ -341,7 +341,7 @@ class Recorder(TorchDispatchMode):
         self.held += 1
         yield
         self.held -= 1
-        part.backward += [again(kernel) for kernel in part.forward[ran:]]
+        part.backward += [recomputed_kernel(kernel) for kernel in part.forward[ran:]]
 
     @contextmanager
     def muted(self) -> Iterator[None]:

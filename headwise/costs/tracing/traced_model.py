@@ -300,7 +300,7 @@ class TracedModel:
             for call in recorder.calls:
                 call.strays = call.strays or not path.startswith(f"{call.path}.")
             if path in made.layers.ran:
-                made.layers.again(path)
+                made.layers.run_again(path)
             elif path in self._structures:
                 part = functools.partial(made.parts.at, path)
                 structure = self._structures[path]

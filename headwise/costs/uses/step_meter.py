@@ -204,9 +204,9 @@ def _arguments(model: nn.Module) -> list[str]:
 def sizes_of(architecture: TracedModel, given: Iterable[GivenShape]) -> dict[str, int]:
     """The sizes of a pass as `hw.cost` takes them; ValueError if they can't be told.
 
-    >>> from headwise.costs.calculate import read
+    >>> from headwise.costs.calculate import read_architecture
     >>> from headwise.models import GPTConfig
-    >>> sizes_of(read(GPTConfig(50)), [GivenShape("tokens", (8, 128), False)])
+    >>> sizes_of(read_architecture(GPTConfig(50)), [GivenShape("tokens", (8, 128), False)])
     {'batch': 8, 'queries': 128}
     """
     named = {x.name: x for x in given}

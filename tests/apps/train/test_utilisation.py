@@ -31,7 +31,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
     """This CPU, as if it were measured at 10¹¹ FLOPs per second."""
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
     found = Device("this", "a CPU", {"fp32": 1e11}, 1e10, 1e9, "made up", cpu=True)
-    this_machine.save(found, CPU, {})
+    this_machine.save_device(found, CPU, {})
     return found
 
 
