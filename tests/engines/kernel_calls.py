@@ -148,12 +148,15 @@ def sparse_loops(width: int, dtype: torch.dtype) -> list[Tensor]:
         given = leaves(dtype, (1, 2, N, width), (1, 1, N, width), (1, 1, N, width))
         more = options(kind)
         some = hw.sparse.Indices(torch.randint(0, N, (1, 1, N, 9), device=DEVICE))
-        chosen = () if kind == "both" else (some, hw.sparse.Blocks(16, 3, by="exact"))
+        blocks = hw.sparse.Blocks(64, 3, by="exact")  # the bits of a row are one word
+        chosen = () if kind == "both" else (some, blocks)
         for policy in (hw.sparse.TopK(8), *chosen):
             out = hw.sparse.attention(*given, policy, **more)
             found += [out, *torch.autograd.grad(out.float().sum(), [*given, *learnable(more)])]
         amap = hw.attention_map(*given[:2], mask=hw.mask.causal())
         found += [amap.kept(some), *amap.recall(some)]
+    step = given[0][:, :, -1:]  # one row
+    found.append(hw.sparse.attention(step, *given[1:], hw.sparse.TopK(8), mask=hw.mask.causal()))
     return found
 
 
