@@ -229,7 +229,7 @@ def attend(
         )  # fmt: skip
     rest = edges
     if BLOCK > 0:
-        rest = blocks_with_rest(extent, KEYS, BLOCK)
+        rest = blocks_with_rest(extent, KEYS, BLOCK, PIECES)
         for n in range(gl.maximum(edges, 1), rest):
             sums = absorb(
                 w, n, done, sums, own, keys, values, barriers, extent, bounds, z, written,
