@@ -21,7 +21,7 @@ from tests.engines.compiled import NoGPU
 from tests.engines.kernel_calls import make
 
 COLUMNS = 512  # of tensor memory, on GPUs that have it
-COMPILED: set[str] = set()
+COMPILED: dict[str, Any] = {}  # the last version of each kernel
 
 
 class Launched:
@@ -33,9 +33,10 @@ class Launched:
 
 def compile_only(kernel: Any, grid: Any) -> Any:
     def launch(*given: Any, **options: Any) -> Launched:
-        needs = kernel.warmup(*given, grid=grid, **options).metadata
+        made = kernel.warmup(*given, grid=grid, **options)
+        needs = made.metadata
         name, shared = kernel.fn.__name__, cards.card(torch.device("cpu")).shared
-        COMPILED.add(name)
+        COMPILED[name] = made
         columns = getattr(needs, "tmem_size", None) or 0
         for found, limit, what in (
             (needs.shared, shared, "shared memory"),

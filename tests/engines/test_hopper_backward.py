@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.core.options import Options
-from headwise.core.problem import Problem, pose
+from headwise.core.problem import Terms, pose
 from headwise.core.row_sums import RowTotals
 from headwise.engines.gradients import BackwardInputs, Gradients
 
@@ -18,6 +22,7 @@ pytest.importorskip("triton", reason="the engine's kernel is written in Gluon, a
 
 from headwise.engines.triton.host.hopper_backward_call import differentiate_hopper, takes
 from tests.engines import gluon_on_cpu
+from tests.engines import test_hopper_on_cpu as masks
 
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HERE, reason="its kernel runs on Hopper GPUs only")
@@ -28,39 +33,63 @@ def wide(*tensors: Tensor) -> list[Tensor]:
     return [x.double().detach().requires_grad_() for x in tensors]
 
 
-def posed(case: str, dtype: torch.dtype = torch.float16) -> tuple[Problem, Options]:
-    """A problem with random tensors."""
+def normal(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def given(case: str) -> tuple[list[Tensor], Options]:
+    """Random tensors, and the options of a call."""
     batch, heads, key_heads, n, m, width, options = CASES[case]
     torch.manual_seed(n + m)
-    q = torch.randn(batch, heads, n, width, device=DEVICE).to(dtype)
-    k, v = (torch.randn(batch, key_heads, m, width, device=DEVICE).to(dtype) for _ in range(2))
-    given = Options(**options)
-    return pose("attention", q, k, v, given), given
+    q, k, v = (normal(batch, x, y, width) for x, y in ((heads, n), (key_heads, m), (key_heads, m)))
+    if "sinks" in options:
+        options = options | {"sinks": torch.randn(heads, device=DEVICE)}
+    return [q, k, v], Options(**options)
 
 
+CAUSAL = hw.mask.causal()
 CASES = {
     "full": (1, 1, 1, 128, 256, 128, {}),
     "full, 64 wide": (1, 1, 1, 256, 128, 64, {}),
-    "causal": (1, 2, 2, 384, 384, 128, {"mask": hw.mask.causal()}),
-    "causal, odd, grouped": (2, 4, 2, 201, 331, 96, {"mask": hw.mask.causal()}),
-    "causal, 64 wide": (1, 2, 1, 300, 300, 40, {"mask": hw.mask.causal()}),
-    "window": (1, 2, 1, 500, 500, 72, {"mask": hw.mask.causal() & hw.mask.window(70)}),
+    "causal": (1, 2, 2, 384, 384, 128, {"mask": CAUSAL}),
+    "causal, odd, grouped": (2, 4, 2, 201, 331, 96, {"mask": CAUSAL}),
+    "causal, 64 wide": (1, 2, 1, 300, 300, 40, {"mask": CAUSAL}),
+    "window": (1, 2, 1, 500, 500, 72, {"mask": CAUSAL & hw.mask.window(70)}),
     "both sides": (1, 1, 1, 450, 450, 64, {"mask": hw.mask.window(50, 90)}),
     "rows see nothing": (1, 2, 2, 300, 140, 128, {"mask": hw.mask.causal(offset=-160)}),
-    "sinks": (1, 2, 1, 200, 200, 128, {"mask": hw.mask.causal(), "sinks": torch.randn(2)}),
-}
+    "sinks": (1, 2, 1, 200, 200, 128, {"mask": CAUSAL, "sinks": True}),
+    "documents, grouped": (
+        1, 4, 2, 420, 420, 64, {"mask": CAUSAL & hw.mask.documents(torch.arange(420) // 130)},
+    ),
+    "sinks and window": (
+        1, 2, 1, 410, 410, 128,
+        {"mask": CAUSAL & (hw.mask.window(60) | hw.mask.prefix(4)), "sinks": True},
+    ),
+    "capped": (1, 2, 1, 150, 200, 96, {"mask": CAUSAL, "softcap": 1.5}),
+    "capped documents, 64 wide": (
+        1, 1, 1, 300, 300, 64,
+        {"mask": hw.mask.documents(torch.arange(300) // 130), "softcap": 1.5},
+    ),
+}  # fmt: skip
 
 
 def differentiated(
-    problem: Problem, options: Options, seed: int, entropy: bool
+    tensors: list[Tensor],
+    options: Options,
+    seed: int,
+    entropy: bool,
+    hidden: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> tuple[Gradients, list[Tensor]]:
-    """The kernel's gradients of a random sum of results, and the reference's."""
-    q, k, v = wide(problem.q, problem.k, problem.v)
+    """The kernel's gradients of a random sum of results, and the reference's.
+
+    The kernel's keys and values are what `hidden` returns.
+    """
+    q, k, v = wide(*tensors)
     sinks = None if options.sinks is None else options.sinks.double().requires_grad_()
+    more = {"mask": options.mask, "softcap": options.softcap, "sinks": sinks}
     truth, seen = hw.observe(
-        q, k, v, mask=options.mask, sinks=sinks, stats=("lse", "entropy", "max_logit"),
-        engine="reference",
-    )  # fmt: skip
+        q, k, v, **more, stats=("lse", "entropy", "max_logit"), engine="reference"
+    )
     some = seen.lse > -torch.inf
     torch.manual_seed(7)
     pull = torch.randn_like(truth), torch.randn_like(seen.lse), torch.randn_like(seen.lse)
@@ -69,17 +98,33 @@ def differentiated(
         total = total + (seen.lse * pull[1])[some].sum() + (seen.entropy * pull[2]).sum()
     learns = [x for x in (q, k, v, sinks) if x is not None]
     expected = torch.autograd.grad(total, learns)
-    lse, largest, ent = (x.detach().float() for x in (seen.lse, seen.max_logit, seen.entropy))
-    log_total = torch.where(some, lse - largest, 0.0)
-    out, grad = (x.detach().to(problem.q.dtype) for x in (truth, pull[0]))
-    more = [x.float().masked_fill(~some, 0) if entropy else None for x in pull[1:]]
-    given = BackwardInputs(out, RowTotals(lse, largest, log_total), ent, grad, *more)
-    tensors = problem.q, problem.k, problem.v, problem.terms(banded=True), given
-    assert takes(*tensors)
+    given = [tensors[0], *map(hidden, tensors[1:])]
+    call = prepared(given, options, truth, seen, pull, entropy)
+    assert takes(*call)
     if DEVICE == "cuda":
-        return differentiate_hopper(*tensors), list(expected)
+        return differentiate_hopper(*call), list(expected)
     with gluon_on_cpu.emulated(seed=seed):
-        return differentiate_hopper(*tensors), list(expected)
+        return differentiate_hopper(*call), list(expected)
+
+
+def prepared(
+    tensors: list[Tensor],
+    options: Options,
+    out: Tensor,
+    seen: hw.Observation,
+    pull: tuple[Tensor, ...],
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Terms, BackwardInputs]:
+    """What the kernel's backward takes, from the results of an exact forward."""
+    q, k, v = tensors
+    terms = pose("attention", q, k, v, options).terms(banded=True)
+    lse, largest, ent = (x.detach().float() for x in (seen.lse, seen.max_logit, seen.entropy))
+    some = lse > -torch.inf
+    above = torch.where(largest > -torch.inf, seen.lse - seen.max_logit, 0.0).detach().float()
+    totals = RowTotals(lse, largest, above)
+    grads = [x.float().masked_fill(~some, 0) if entropy else None for x in pull[1:]]
+    halves = [x.detach().to(q.dtype) for x in (out, pull[0])]
+    return q, k, v, terms, BackwardInputs(halves[0], totals, ent, halves[1], *grads)
 
 
 def assert_near(found: Gradients, expected: list[Tensor], tolerance: float) -> None:
@@ -97,19 +142,61 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize(
+    ("step", "count"), [(13, 3), pytest.param(1, 32, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_variants_compile_and_spill_nothing_in_their_loops(step: int, count: int) -> None:
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engines.compiled_backward", str(step)]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    variants = json.loads(told.stdout)
+    assert len(variants) == count
+    for variant in variants:
+        assert variant["shared"] <= 227 * 1024, variant
+        assert variant["stack"] <= 160, variant
+
+
 @pytest.mark.parametrize("entropy", [False, True], ids=["out", "all"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_the_references(case: str, entropy: bool) -> None:
-    problem, options = posed(case)
-    found, expected = differentiated(problem, options, 1, entropy)
+    tensors, options = given(case)
+    found, expected = differentiated(tensors, options, 1, entropy)
     assert_near(found, expected, 3e-3)
 
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("case", CASES)
 def test_additions_in_turns_give_the_same_gradients(case: str) -> None:
-    problem, options = posed(case)
-    found, expected = differentiated(problem, options, 2, False)
+    tensors, options = given(case)
+    found, expected = differentiated(tensors, options, 2, False)
     assert_near(found, expected, 3e-3)
-    again, _ = differentiated(problem, options, 3, False)
+    again, _ = differentiated(tensors, options, 3, False)
     assert torch.equal(found.q, again.q)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("mask", masks.MASKS)
+def test_every_mask_agrees_and_keys_that_no_row_sees_may_be_nan(
+    mask: str, width: int, request: pytest.FixtureRequest
+) -> None:
+    if width == 64:
+        request.getfixturevalue("deterministic")
+    torch.manual_seed(width)
+    made = masks.MASKS[mask](270, 310)
+    q, k, v = normal(2, 2, 270, width), normal(2, 1, 310, width), normal(2, 1, 310, width)
+
+    def hidden(x: Tensor) -> Tensor:
+        return masks.hide(x, made, 270)
+
+    found, expected = differentiated([q, k, v], Options(mask=made), 4, width == 128, hidden)
+    assert_near(found, expected, 3e-3)
+
+
+def test_weights_of_large_logits_are_exact() -> None:
+    torch.manual_seed(0)
+    v = normal(1, 1, 130, 64)
+    q, k = (torch.full_like(v, 300.0) for _ in range(2))  # logits around 630,000, a few apart
+    q[..., :8], k[..., :8] = (torch.randint(-x, x, (130, 8)).half() for x in (2, 8))
+    found, expected = differentiated([q, k, v], Options(), 5, False)
+    for x, truth in ((found.k, expected[1]), (found.v, expected[2])):
+        assert float((x - truth).norm()) <= 1e-3 * float(truth.norm())

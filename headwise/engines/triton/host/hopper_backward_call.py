@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ from headwise.engines.triton.host.hopper_tiles import flat, tiles
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.operands import (
     WORD,
-    exposed,
+    Operands,
+    cap_of,
+    leaves_keys,
     loadable,
     on,
     operands,
@@ -22,15 +25,31 @@ from headwise.engines.triton.host.operands import (
     pad,
     stride_unit,
 )
-from headwise.engines.triton.kernels.hopper_backward import KEYS, REGISTERS, BackwardSizes, backward
-from headwise.engines.triton.kernels.hopper_rows import PART, STEP, finish_queries, prepare_rows
-from headwise.engines.triton.kernels.hopper_softmax import GROUP
+from headwise.engines.triton.kernels.hopper_backward import (
+    KEYS,
+    REGISTERS,
+    BackwardMask,
+    BackwardSizes,
+    backward,
+)
+from headwise.engines.triton.kernels.hopper_rows import (
+    PART,
+    STEP,
+    finish_queries,
+    key_visits,
+    prepare_rows,
+    row_bounds,
+)
+from headwise.engines.triton.kernels.hopper_softmax import GROUP, numbers_of_cap
 
 NARROWEST, WIDEST = 64, 128  # padded widths of heads
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 TOGETHER = 24 << 20  # bytes of the heads that programs work on at once, so that they stay in L2
 SWITCH = "HEADWISE_HOPPER_BACKWARD"  # 1: use it where it can serve; not proven on hardware yet
+
+
+Start = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -51,9 +70,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs)
 
 def takes(q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs) -> bool:
     """Return whether the kernel takes a call."""
-    added = (terms.additive, terms.bias, terms.slopes, terms.relative, terms.seed)
-    masked = terms.intervals is not None or terms.dense is not None
-    if masked or terms.softcap or any(x is not None for x in added):
+    added = (terms.additive, terms.dense, terms.bias, terms.slopes, terms.relative, terms.seed)
+    if any(x is not None for x in added) or not _capped_alike(terms):
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or given.out.dtype != q.dtype:
         return False
@@ -61,7 +79,14 @@ def takes(q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs) 
         return False
     some = q.numel() > 0 and k.numel() > 0 and v.numel() > 0
     rows = q.shape[0] * q.shape[1] * (q.shape[2] + WIDEST)
-    return some and 3 * rows < WORD and not exposed(q, k, terms)
+    return some and 5 * rows < WORD
+
+
+def _capped_alike(terms: Terms) -> bool:
+    """Return whether there is no cap, or one that the forward kernel computes in the same way."""
+    if not terms.softcap:
+        return True
+    return cap_of(terms.scale, terms.softcap) == 1 and 1e-6 < terms.softcap < 1e6
 
 
 def differentiate_hopper(
@@ -82,10 +107,10 @@ def _differentiated(
     width = max(pad(q), NARROWEST)
     rows = STEP.value // width
     blocks = -(-queries // rows)
-    kinds = 2 if given.grad_entropy is None else 3
+    kinds = 4 if given.grad_entropy is None else 5
     numbers = q.new_empty(kinds, batch, heads, blocks * rows, dtype=torch.float32)
     sums = q.new_empty(batch * heads * blocks * STEP.value // 256, 256, dtype=torch.float32)
-    counts = q.new_empty(batch * heads * blocks, dtype=torch.int32)  # of additions to each block
+    counts, careful = (q.new_empty(batch * heads * blocks, dtype=torch.int32) for _ in range(2))
     a, c = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, given.out))
     strides = (*outer_strides(a), *outer_strides(c))
     unit = stride_unit(strides, 8)
@@ -95,33 +120,37 @@ def _differentiated(
     start(
         prepare_rows, (blocks, heads, batch), (a.dtype, c.dtype) if aligned else None,
         (a, c, *(stride // unit for stride in strides), totals.base, totals.log_total, numbers,
-        sums, counts, queries), 4, 1, ROWS=rows, WIDTH=a.shape[-1], PADDED=width, UNIT=unit,
+        careful, sums, counts, queries), 4, 1,
+        ROWS=rows, WIDTH=a.shape[-1], PADDED=width, UNIT=unit,
     )  # fmt: skip
     share = sink_share(terms.sinks, totals)
     _, grad_sinks = given.row_constants(numbers[1, ..., :queries], share)
     if given.grad_entropy is not None:
-        numbers[2, ..., queries:] = 0
-        torch.mul(given.grad_entropy, LN2, out=numbers[2, ..., :queries])
+        numbers[4, ..., queries:] = 0
+        torch.mul(given.grad_entropy, -LN2, out=numbers[4, ..., :queries])
+    mask, pieces, mask_strides = _tables(start, call, rows, blocks)
     z = call.sizes
     key_heads, keys = k.shape[1:3]
     key_blocks, lines = -(-keys // KEYS.value), batch * key_heads
     bytes_of_line = z.group * queries * width * 8
+    factor = z.softcap or z.scale
     sizes = BackwardSizes(
         queries, keys, key_heads, z.group, z.low, z.high, blocks * rows, lines,
-        max(1, min(lines, TOGETHER // bytes_of_line)), key_blocks, z.scale * LOG2E, z.scale, None,
+        max(1, min(lines, TOGETHER // bytes_of_line)), key_blocks, *mask_strides, factor,
+        factor * LOG2E, z.scale, numbers_of_cap(z.scale / z.softcap) if z.softcap else None,
     )  # fmt: skip
     grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
     side, shape = GROUP.value, SHAPES[width]
     arguments = (
         tiles(call.q, call.steps[0], rows, width), tiles(grad_out, grad_steps, rows, width),
         tiles(call.k, call.steps[1], side, width), tiles(call.v, call.steps[2], side, width),
-        flat(numbers.view(-1), [rows]), flat(sums, [16, 256]), counts,
-        *(tiles(x, list(x.stride()), side, width) for x in (grad_k, grad_v)),
+        flat(numbers.view(-1), [rows]), careful, flat(sums, [16, 256]), counts,
+        *(tiles(x, list(x.stride()), side, width) for x in (grad_k, grad_v)), mask,
     )  # fmt: skip
     start(
-        backward, (lines * key_blocks, 1, 1), kind_of(call, (), width), (*arguments, *sizes),
-        4, 1, STAGES=shape.stages, HALVES=shape.halves, ENTROPY=kinds == 3,
-        ORDERED=torch.are_deterministic_algorithms_enabled(), maxnreg=REGISTERS,
+        backward, (lines * key_blocks, 1, 1), kind_of(call, (), width, sizes.cap is None),
+        (*arguments, *sizes), 4, 1, STAGES=shape.stages, HALVES=shape.halves, KINDS=kinds,
+        ORDERED=torch.are_deterministic_algorithms_enabled(), PIECES=pieces, maxnreg=REGISTERS,
     )  # fmt: skip
     grad_q = q.new_empty(q.shape)
     start(
@@ -129,3 +158,37 @@ def _differentiated(
         (sums, grad_q, queries, z.scale), 4, 1, WIDTH=wide, ROWS=rows,
     )  # fmt: skip
     return Gradients(grad_q, grad_k, grad_v, None, None, None, None, grad_sinks)
+
+
+def _tables(
+    start: Start, call: Operands, rows: int, blocks: int
+) -> tuple[BackwardMask, int, tuple[int, int]]:
+    """Return the tables of a mask that needs them, its intervals per row, and the heads' strides.
+
+    A band needs none, unless there are keys that no row sees, which may hold anything.
+    """
+    terms, intervals = call.terms, call.given.intervals
+    bare = intervals is None and (terms.band is None or not leaves_keys(call.q, call.k, terms.band))
+    if bare:
+        return BackwardMask(), 0, (0, 0)
+    pieces, entries, heads = 1, 1, 1
+    if intervals is not None:
+        pieces, _, entries, heads, _ = intervals.shape
+    key_blocks = -(-call.k.shape[2] // KEYS.value)
+
+    def table(*shape: int) -> Tensor:
+        return call.q.new_empty(entries, heads, *shape, dtype=torch.int32)
+
+    bounds, seen = table(pieces, 2, blocks * rows), table(pieces, 4, blocks)
+    visits, unseen = table(key_blocks, pieces, 4), table(key_blocks * KEYS.value)
+    start(
+        row_bounds, (blocks, heads, entries), kind_of(call, ()),
+        (call.given, *call.sizes, bounds, seen, blocks), 4, 1, ROWS=rows, PIECES=pieces,
+    )  # fmt: skip
+    start(
+        key_visits, (key_blocks, heads, entries), (),
+        (bounds, seen, visits, unseen, call.k.shape[2], blocks), 4, 1,
+        ROWS=rows, KEYS=KEYS.value, PIECES=pieces,
+    )  # fmt: skip
+    mask = BackwardMask(flat(bounds.view(-1), [rows]), seen, visits, unseen)
+    return mask, pieces, (heads if entries > 1 else 0, 1 if heads > 1 else 0)

@@ -21,7 +21,7 @@ def layout(dtype: torch.dtype, rows: int, width: int) -> gl.NVMMASharedLayout:
 
 @cache
 def unswizzled(rank: int) -> gl.NVMMASharedLayout:
-    """Return a shared-memory layout in which float32 numbers lie as in memory."""
+    """Return a shared-memory layout in which 32-bit numbers lie as in memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
@@ -31,7 +31,7 @@ def tiles(x: Tensor, steps: Steps, rows: int, width: int) -> TensorDescriptor:
 
 
 def flat(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """Return a descriptor of contiguous float32 numbers."""
+    """Return a descriptor of contiguous 32-bit numbers."""
     return _descriptor(x, list(x.stride()), block, unswizzled(len(block)))
 
 
