@@ -138,7 +138,7 @@ def main() -> None:
     where, cuda = torch.device(asked.device), asked.device == "cuda"
     dtype = asked.dtype or ("bf16" if cuda else "fp32")
     torch.manual_seed(0)
-    device = measure.measure(
+    device = measure.measure_device(
         where, (dtype,), lambda stage, done: print(f"{done:4.0%} {stage}", flush=True), now=now
     )
     sheet = hardware.named(hardware_name(where)) if cuda else None

@@ -74,14 +74,43 @@ def calls() -> list[Row]:
         "every statistic, auto": lambda: hw.observe(q, k, v, mask=causal),
         "another length each time": Lengths(),
     }
+    return [say(microseconds(runs)), say(microseconds(small_calls()))]
+
+
+def small_calls() -> dict[str, Run]:
+    """A call of 16 heads, n 256 and d 64, as a user makes it."""
+    q, k, v = (torch.randn(1, 16, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    causal = hw.mask.causal()
+    observed = {
+        "observe, entropy": ("entropy",),
+        "observe, five": ("lse", "entropy", "max_logit", "top_prob", "sink_mass"),
+        "observe, every statistic": None,
+    }
+    return {
+        "small: sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "small: attention": lambda: hw.attention(q, k, v, mask=causal),
+        "small: attention, triton": lambda: hw.attention(q, k, v, mask=causal, engine="triton"),
+    } | {
+        f"small: {name}": lambda stats=stats: hw.observe(q, k, v, mask=causal, stats=stats)  # type: ignore[misc]
+        for name, stats in observed.items()
+    }
+
+
+def microseconds(runs: dict[str, Run]) -> Row:
+    """The wall time of each call while nothing waits for the GPU, and with it at the end."""
     row: Row = {}
     for name, run in runs.items():
-        found = []
+        ahead, whole = [], []
         for _ in range(20):
+            run()
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(20):
                 run()
-            found.append((time.perf_counter() - start) / 20 * 1e6)
-        row[f"{name} µs"] = round(statistics.median(found))
-    return [say(row)]
+            ahead.append((time.perf_counter() - start) / 20 * 1e6)
+            torch.cuda.synchronize()
+            whole.append((time.perf_counter() - start) / 20 * 1e6)
+        row[f"{name} µs"] = round(statistics.median(ahead))
+        if name.startswith("small"):
+            row[f"{name}, waited for µs"] = round(statistics.median(whole))
+    return row

@@ -25,7 +25,10 @@ from bench.warmed import results_file, warm
 ROUNDS = 5
 LARGEST = [(n, d) for d in (64, 128) for n in (50_000, 100_000)]
 WATCHED = [(4096, 4, 4), (16384, 1, 2), (32768, 1, 2)]  # tokens, batch, layers
-SHAPES = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 3), (64, 128, 4, 2)]
+SHAPES = [  # rows, keys, warps, stages
+    (128, 64, 8, 2), (128, 128, 8, 2), (128, 32, 8, 2), (128, 64, 4, 2), (128, 64, 8, 3),
+    (64, 64, 4, 2), (64, 128, 4, 2),
+]  # fmt: skip
 PARTS = ["largest 64", "largest 128", "watched"]
 
 
@@ -34,13 +37,19 @@ def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
     parser.add_argument("--shapes", action="store_true", help="compare tiles of the kernels")
-    parser.add_argument("--warm", metavar="PART", help="compile the kernels of a part, and end")
+    parser.add_argument(
+        "--warm", metavar="PART", help="compile a part's kernels, or `all`, and end"
+    )
+    parser.add_argument("--warmed", action="store_true", help="the kernels are compiled already")
     given = parser.parse_args()
+    tried = [f"shape {i}" for i in range(len(SHAPES) if given.shapes else 0)]
+    if not given.warmed and given.warm in (None, "all"):
+        warm("bench.gpu_effects", [*PARTS, *tried])
+    if given.warm == "all":
+        return
     if given.warm:
         _part(given.warm)()
         return
-    tried = [f"shape {i}" for i in range(len(SHAPES) if given.shapes else 0)]
-    warm("bench.gpu_effects", [*PARTS, *tried])
     found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
     for name, row in _measured(len(tried)):
         found.setdefault(name, []).append(row)
@@ -133,19 +142,22 @@ def watched(n: int, batch: int, layers: int, rounds: int = ROUNDS) -> dict[str, 
 def kernels(n: int, tile: tuple[int, int, int, int], rounds: int = ROUNDS) -> dict[str, Any]:
     """The kernels of 16 heads of width 128 with these tiles, in milliseconds."""
     from headwise.engines.triton.host.cards import card
-    from headwise.engines.triton.host.tile_shapes import Shape, use
+    from headwise.engines.triton.host.tile_shapes import Shape, shape, use
 
-    use("effects", 128, 2, card(torch.device("cuda")), Shape(*tile))
+    for kernel in ("effects", "peaks"):
+        use(kernel, 128, 2, card(torch.device("cuda")), Shape(*tile))
     given = (torch.randn(1, 16, n, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     q, k, v, grad = given
     emap = hw.effect_map(q, k, v, grad, mask=hw.mask.causal())
     runs: dict[str, Callable[[], object]] = {
+        "forward": lambda: hw.attention(q, k, v, mask=hw.mask.causal()),
         "totals": lambda: hw.effect_map(q, k, v, grad, mask=hw.mask.causal()).totals(),
         "pool": lambda: emap.pool(256),
         "row_largest": lambda: emap.row_largest(),
     }
     ms = {f"{name} ms": round(x, 2) for name, x in shortest(runs, rounds).items()}
-    return {"tile": list(tile), **ms}
+    found = shape("effects", 128, 2, card(torch.device("cuda")))  # what there was room for
+    return {"tile": list(tile), "ran": [found.rows, found.keys, found.warps, found.stages], **ms}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What few keys hold, and an indexer's loss, at 32k and 100k tokens on a GPU, beside the dense way.
 
-    python -m bench.gpu_sparse [--lengths 8192 32768 100000] [--only WORD]
+    python -m bench.gpu_sparse [--lengths 32768 100000 8192] [--only WORD] [--seconds 75]
 
 writes gpu_sparse.json to bench/results, or to $OUT, after every measurement. 8 query heads, 2 key
 heads, width 128, bfloat16, causal; the indexer has 16 heads of width 64. Times are medians of three
@@ -23,6 +23,7 @@ from torch import Tensor
 
 import headwise as hw
 from bench.warmed import results_file, warm
+from headwise.engines import failures
 
 HEADS, KEY_HEADS, WIDTH, INDEX_HEADS, INDEX_WIDTH = 8, 2, 128, 16, 64
 KEPT = 2048  # keys per row that policies keep
@@ -141,17 +142,23 @@ def main() -> None:
     """Measure every length and write the results."""
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 100_000])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 100_000, 8192])
+    parser.add_argument("--seconds", type=float, default=75.0, help="begin nothing after so many")
     parser.add_argument("--only", default="", help="ways whose name has this word")
-    parser.add_argument("--warm", metavar="WAY", help="compile the kernels of one way, and end")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--warm", metavar="WAY", help="compile one way's kernels, or `all`, and end"
+    )
+    parser.add_argument("--warmed", action="store_true", help="the kernels are compiled already")
+    given, begun = parser.parse_args(), time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    ways = [name for name in WAYS if given.only in name]
+    if device == "cuda" and not given.warmed and given.warm in (None, "all"):
+        warm("bench.gpu_sparse", [name for name in ways if not name.startswith("dense")])
+    if given.warm == "all":
+        return
     if given.warm:
         WAYS[given.warm](Inputs(4096, device))
         return
-    ways = [name for name in WAYS if given.only in name]
-    if device == "cuda":
-        warm("bench.gpu_sparse", [name for name in ways if not name.startswith("dense")])
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "lengths": {}}
     for n in given.lengths:
@@ -159,11 +166,14 @@ def main() -> None:
         for name in ways:
             most = DENSE.get(name.removeprefix("dense: ")) if name.startswith("dense") else None
             figures: dict[str, Any] = {"ms": None, "MiB": None, "why": "not tried"}
-            if most is None or n <= most:
+            late = time.monotonic() - begun > given.seconds
+            if not late and (most is None or n <= most):
                 run = WAYS[name]
                 figures = measured(lambda run=run, x=inputs: run(x))  # type: ignore[misc]
             found["lengths"].setdefault(str(n), {})[name] = figures
-            print(f"{n:>7}  {name:<40} {figures}", flush=True)
+            found["failed"] = list(failures.failed().values())  # such calls are left to loops
+            now = time.monotonic() - begun
+            print(f"{now:5.1f} s  {n:>7}  {name:<40} {figures}", flush=True)
             results_file("gpu_sparse.json").write_text(json.dumps(found, indent=1) + "\n")
         del inputs
 

@@ -135,6 +135,15 @@ def _first(rows: Rows) -> list[Figure]:
     ]
 
 
+def _calls(rows: Rows) -> list[Figure]:
+    small = next((row for row in rows if "small: attention µs" in row), None)
+    if small is None:
+        return []
+    found = (("attention", 40), ("observe, five", 60))
+    name = "a call of 16 heads, n 256, d 64: "
+    return [at_most(name + x, small[f"small: {x} µs"], most, "µs") for x, most in found]
+
+
 def _precise(rows: Rows) -> list[Figure]:
     worst = max(rows, key=lambda row: row["ratio"])
     detail = f"{worst['engine']}, {worst['input']}, {worst['dtype']}"
@@ -155,6 +164,7 @@ def _worst(name: str, ratios: dict[str, float], least: float) -> list[Figure]:
 
 
 JUDGES: dict[str, Callable[[Rows], Iterable[Figure]]] = {
+    "calls": _calls,
     "precise": _precise,
     "plain": _plain,
     "seeing": _seeing,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, Never, TypeVar
+from typing import Never, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from headwise.bias import Bias
 from headwise.core.arguments import refuse_keywords
 from headwise.core.intervals import Mask
-from headwise.core.observation import Asked, Observation, sample_rows
+from headwise.core.observation import Asked, Observation, SampledRows
 from headwise.core.options import PLAIN, Options
 from headwise.core.partial import Partial
 from headwise.core.problem import Problem, pose, restate
@@ -31,22 +31,6 @@ from headwise.maps.effect_map import EffectMap
 from headwise.score import Score
 
 Found = TypeVar("Found")
-
-
-class SampledRows(NamedTuple):
-    """The query rows of a call that are observed: as they were asked for, and their numbers."""
-
-    asked: int | Tensor | None
-    numbers: Tensor  # (rows,)
-
-    @property
-    def key(self) -> int | None:
-        """The number of rows, if it tells which: calls of one length have the same sample."""
-        return None if isinstance(self.asked, Tensor) else self.asked
-
-    def of(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return a call's tensors with these rows of its queries (B, Hq, N, D)."""
-        return given[0].index_select(2, self.numbers), *given[1:]
 
 
 def attention(
@@ -205,8 +189,7 @@ def _sampled_rows(
 ) -> SampledRows | None:
     """Return the rows to observe; None for all."""
     q, _, _ = tensors
-    numbers = _restating("observe", tensors, sample_rows, rows, q.shape[2], q.device)
-    return None if numbers is None else SampledRows(rows, numbers)
+    return _restating("observe", tensors, SampledRows.of, rows, q.shape[2], q.device)
 
 
 def _observation(
@@ -267,7 +250,7 @@ def _serve(
     prepared = None if key is None else calls.known(key)
     if key is not None and prepared is not None:
         try:
-            return prepared(*(given if rows is None else rows.of(given)))
+            return prepared(*(given if rows is None else rows.of_call(given)))
         except KernelError:
             calls.drop(key)  # the call is planned anew
     problem = pose(call, *tensors, options)

@@ -281,16 +281,11 @@ CHINESE: dict[str, str] = {
         "{name}={value} 太长；最多只算 {most:,} 个词元"
     ),
     "attention with heads": "注意力头数",
-    "score parameters": "打分参数",
-    "bias parameters": "偏置参数",
     "a hidden width": "隐藏宽度",
     "a batch": "批量",
     "a length": "长度",
     "a rank's length": "每个进程的长度",
     "two parts per rank": "每个进程两段",
-    "{name} always has {tokens} tokens, not queries={asked}; leave the length out": (
-        "{name} 总是有 {tokens} 个词元，而不是 queries={asked}；请不要给出长度"
-    ),
     "{keys} tokens are more than {name} has positions for in its {stack}, {longest}": (
         "{keys} 个词元超过了 {name} 的{stack}所能容纳的位置数 {longest}"
     ),
@@ -689,8 +684,11 @@ CHINESE: dict[str, str] = {
     "{reason}; if it needs other arguments, give them as inputs=": (
         "{reason}；如果它需要别的参数，请用 inputs= 给出"
     ),
-    "hw.attention in a traced module is one kernel; leave out fused=False": (
-        "被追踪的模块里的 hw.attention 是一个内核；请去掉 fused=False"
+    "additive scores are one kernel; leave out fused=False": (
+        "加性分数是一个内核；请去掉 fused=False"
+    ),
+    "heads that are not projected can't be divided over ranks (tp)": (
+        "没有投影的头不能分给多个进程（tp）"
     ),
     "{name} keeps no cache; leave out keys, or make them the queries": (
         "{name} 没有缓存；请去掉 keys，或令它等于 queries"

@@ -173,6 +173,8 @@ def in_process(part: str, names: list[str], seconds: float, logs: Path) -> list[
             return found + [Finding(x, skipped="no time left") for x in names[done:]]
         made, more = run(part, names[done:], left, logs)
         found, done = found + made + more, done + max(1, len(made))
+        if more and more[-1].skipped is not None:
+            break  # it was out of time, and told of all that it left
     return found
 
 

@@ -15,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
+from headwise.core.intervals import inside
 from headwise.core.mask_parts import part_of
+from headwise.core.options import Options
 from headwise.core.place import Place
+from headwise.core.problem import pose
 from headwise.mask import Mask
 from tests import problems
 from tests.problems import KINDS, Rule, Sizes
@@ -71,6 +74,25 @@ def test_the_intervals_of_a_row_hold_each_visible_key_once(drawn: tuple[Sizes, R
         assert first.dtype == last.dtype == torch.int32
         count += (columns >= first[..., None]) & (columns < last[..., None])
     assert torch.equal(count, rule.matrix(sizes).long())
+
+
+@given(rules(("padding", "documents", "between", "prefix-lm")), st.booleans())
+def test_a_band_and_the_intervals_beside_it_show_the_same_keys(
+    drawn: tuple[Sizes, Rule], causal: bool
+) -> None:
+    sizes, rule = drawn
+    rule = problems.causal(sizes) & rule if causal else rule
+    q = torch.zeros(sizes.batch, sizes.heads, sizes.queries, 4)
+    k = torch.zeros(sizes.batch, sizes.heads, sizes.keys, 4)
+    terms = pose("attention", q, k, k, Options(mask=rule.mask)).terms(banded=True)
+    bounds = terms.without_band(sizes.queries, sizes.keys).intervals
+    wanted = rule.matrix(sizes)
+    found = (
+        torch.ones_like(wanted).bool()
+        if bounds is None
+        else inside(bounds[..., None], torch.arange(sizes.keys))
+    )
+    assert torch.equal(found.expand_as(wanted), wanted)
 
 
 @given(rules(), st.data())

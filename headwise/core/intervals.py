@@ -95,6 +95,14 @@ class Combined(Mask):
     b: Mask
     pieces: int = field(default=0, init=False)
 
+    def description(self) -> tuple[object, ...] | None:
+        a, b, kind = self.a.description(), self.b.description(), type(self)
+        exact = kind is Both or kind is Either  # a subclass may mean something else
+        return (kind, a, b) if exact and a is not None and b is not None else None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.a.tensors(), *self.b.tensors())
+
     def check(self, place: Place) -> None:
         self.a.check(place)
         self.b.check(place)
@@ -118,13 +126,6 @@ class Both(Combined):
 
     def __repr__(self) -> str:
         return f"({self.a!r} & {self.b!r})"
-
-    def description(self) -> tuple[object, ...] | None:
-        a, b = self.a.description(), self.b.description()
-        return None if a is None or b is None or type(self) is not Both else ("&", a, b)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*self.a.tensors(), *self.b.tensors())
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
         for one, other in ((self.a, self.b), (self.b, self.a)):

@@ -215,6 +215,30 @@ def sample_rows(rows: int | Tensor | None, queries: int, device: torch.device) -
     return _known_strata(rows, queries, device)
 
 
+class SampledRows(NamedTuple):
+    """The query rows of a call that are observed: as they were asked for, and their numbers."""
+
+    asked: int | Tensor | None
+    numbers: Tensor  # (rows,)
+
+    @classmethod
+    def of(
+        cls, rows: int | Tensor | None, queries: int, device: torch.device
+    ) -> SampledRows | None:
+        """Sample rows of a call with so many queries; None for all of them."""
+        numbers = sample_rows(rows, queries, device)
+        return None if numbers is None else cls(rows, numbers)
+
+    @property
+    def key(self) -> int | None:
+        """The number of rows, if it tells which: calls of one length have the same sample."""
+        return None if isinstance(self.asked, Tensor) else self.asked
+
+    def of_call(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return a call's tensors with these rows of its queries (B, Hq, N, D)."""
+        return given[0].index_select(2, self.numbers), *given[1:]
+
+
 def _strata(rows: int, queries: int, device: torch.device) -> Tensor:
     """One row from each of `rows` equal strata, (rows,)."""
     with torch.inference_mode(False):

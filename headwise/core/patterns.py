@@ -139,12 +139,17 @@ class Lengths(Mask):
     def __repr__(self) -> str:
         return f"{self.word}({_short(self.n)})"
 
+    def description(self) -> tuple[object, ...] | None:
+        return ("lengths", self.n) if type(self) is Lengths and type(self.n) is int else None
+
     def check(self, place: Place) -> None:
         _check_per_batch(f"{self.word}(n)", self.n, place)
 
     def intervals(self, place: Place) -> tuple[Interval, ...]:
-        last = _near(self.n) if isinstance(self.n, Number) else _tensor(self.n, place)
-        last = torch.as_tensor(_shift(last, place), device=place.device, dtype=torch.int32)
+        if isinstance(self.n, Number):  # filled in on the device, as in `Stretch`
+            last = torch.full((), _near(self.n), dtype=torch.int32, device=place.device)
+        else:
+            last = _tensor(self.n, place).reshape(-1, 1, 1)
         return (_three_axes(torch.zeros_like(last), last),)
 
     def shows_all(self, place: Place) -> bool:

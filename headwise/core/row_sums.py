@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 COARSE = 64.0  # an lse beyond this is rounded so much that it shows in the weights
+HEAVY = 0.6  # a weight that one key of a row can exceed, however weights are rounded
 
 
 class RowTotals(NamedTuple):

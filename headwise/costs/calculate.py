@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from headwise.core.intervals import Mask
-from headwise.costs.architecture import Architecture
 from headwise.costs.cost import Cost
-from headwise.costs.layers import LayeredModel
-from headwise.costs.readers.models import check_depth, read_config, read_model
-from headwise.costs.readers.modules import read_module
 from headwise.costs.tracing import building
+from headwise.costs.tracing.building import check_depth
+from headwise.costs.tracing.own_calls import OwnCall, own_call
 from headwise.costs.tracing.traced_model import Given, TracedModel
 from headwise.costs.visible import Tile
-from headwise.costs.walk import count
 from headwise.costs.workload import (
     CacheLayout,
     DeviceKind,
@@ -94,27 +90,7 @@ def cost(
         layout,
     )
     check_workload(work)
-    architecture = read(what, context, inputs)
-    if isinstance(architecture, TracedModel):
-        return architecture.cost(work)
-    assert isinstance(architecture, LayeredModel)
-    if isinstance(what, nn.Module):
-        whole = count(architecture, replace(work, ranks=Ranks()))
-        _check_params(what, whole.params)
-        if work.ranks.count == 1:
-            return whole
-    return count(architecture, work)
-
-
-def _check_params(module: nn.Module, counted: int) -> None:
-    """Raise ValueError if a module holds other parameters than its architecture has."""
-    held = sum(weight.numel() for weight in module.parameters())
-    if held != counted:
-        raise ValueError(
-            f"{type(module).__name__} has {held:,} parameters, but its architecture has "
-            f"{counted:,}: it holds parameters beside those of its class. Give tensors as inputs=, "
-            "and what it does with them is counted"
-        )
+    return read_architecture(what, context, inputs).cost(work)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -126,25 +102,21 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def read(what: Any, context: int | None = None, inputs: Any = None) -> Architecture:
+def read_architecture(what: Any, context: int | None = None, inputs: Any = None) -> TracedModel:
     """The architecture of anything that `cost` takes."""
     if isinstance(what, nn.Module):
         return _read_module(unwrapped(what), context, inputs)
-    found = what if isinstance(what, LayeredModel | TracedModel) else _described(what)
+    found = what if isinstance(what, TracedModel) else _described(what)
     if inputs is not None:
-        if not isinstance(found, TracedModel):
-            raise ValueError(
-                f"inputs= are for models that are traced; the cost of {found.name} follows from "
-                "batch= and queries="
-            )
         found.give(_given(inputs))
     return found
 
 
-def _described(what: Any) -> Architecture:
+def _described(what: Any) -> TracedModel:
     """The architecture of a configuration or a name."""
     if isinstance(what, Config):
-        return read_config(what)
+        model = building.build_own(what)
+        return TracedModel(type(model).__name__, model, own=OwnCall(model, False))
     if isinstance(what, Mapping):
         return read_fields(what)
     if isinstance(what, str | Path):
@@ -157,20 +129,19 @@ def _described(what: Any) -> Architecture:
     )
 
 
-def _read_module(module: nn.Module, context: int | None, inputs: Any) -> Architecture:
-    """headwise's and PyTorch's Transformer modules by formulas; any other is traced."""
+def _read_module(module: nn.Module, context: int | None, inputs: Any) -> TracedModel:
+    """A module that is called with these inputs, or with those of its kind."""
     name = type(module).__name__
     if inputs is not None:
         return TracedModel(name, building.on_meta(module), _given(inputs))
-    found = read_model(module) or read_module(module, context)
-    if found is not None:
-        return found
-    if is_configuration(getattr(module, "config", None)):
-        return TracedModel(name, building.on_meta(module))
-    raise ValueError(
-        f"{name} can't be read: hw.cost takes modules of headwise, PyTorch's Transformer "
-        "layers and models of transformers; for any other module give tensors as inputs="
-    )
+    own = own_call(module, context)
+    if own is None and not is_configuration(getattr(module, "config", None)):
+        raise ValueError(
+            f"{name} can't be read: hw.cost takes modules of headwise, PyTorch's Transformer "
+            "layers and models of transformers; for any other module give tensors as inputs="
+        )
+    made = building.on_meta(module)
+    return TracedModel(name, made, own=None if own is None else OwnCall(made, own.crosses))
 
 
 def _given(inputs: Any) -> Given:

@@ -14,7 +14,7 @@ from headwise.costs.formula import Line
 from headwise.costs.kernel import AttentionShape, Kernel
 from headwise.costs.machines.hardware import Device
 from headwise.costs.machines.speeds import Speeds
-from headwise.costs.machines.this_machine import find
+from headwise.costs.machines.this_machine import find_device
 from headwise.costs.visible import count_pairs
 from headwise.costs.workload import Workload
 from headwise.engines.decoding import is_decoding
@@ -173,7 +173,7 @@ class Cost:
     def time(self, device: str | Device, training: bool = False) -> float:
         """Seconds of a forward on a device such as "h100", or of a forward and a backward."""
         kernels = self.forward + self.backward if training else self.forward
-        return seconds(kernels, find(device))
+        return seconds(kernels, find_device(device))
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure and every part, ready for JSON."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 from headwise.costs.formula import Formula, Line, formula, size, total
-from headwise.costs.words import LETTERS, translated
+from headwise.costs.words import LETTERS, translated_part
 from headwise.costs.workload import Workload
 from headwise.messages import Sentence, say
 
@@ -81,7 +81,7 @@ def _flops(cost: Any) -> list[str | Sentence]:
         "Forward FLOPs (two per multiply-add, visible pairs): {count:,}", count=cost.flops
     )
     found += _section(cost, "flops", heading)
-    found += [Sentence(f"  {note}", f"  {note.zh}") for note in missing(cost)]
+    found += [Sentence(f"  {note}", f"  {note.zh}") for note in missing_costs(cost)]
     found += _notes(cost)
     found += [
         say(
@@ -100,7 +100,7 @@ def _flops(cost: Any) -> list[str | Sentence]:
     return found
 
 
-def missing(cost: Any) -> list[Sentence]:
+def missing_costs(cost: Any) -> list[Sentence]:
     """A sentence for everything that FLOPs, bytes moved and times do not include."""
     return [
         say("not counted in FLOPs, bytes moved and times: {what}", what=what)
@@ -166,7 +166,7 @@ def _rows(cost: Explained, figure: str, depth: int) -> Iterator[Sentence]:
         shown = f"{_value(part, figure):,}" if each is None else _written(each)
         mark = "  " * depth
         yield Sentence(
-            f"{mark}{name}{copies}: {shown}", f"{mark}{translated(name)}{copies}：{shown}"
+            f"{mark}{name}{copies}: {shown}", f"{mark}{translated_part(name)}{copies}：{shown}"
         )
         if depth < DEPTH and not _alone(part, figure):
             yield from _rows(part, figure, depth + 1)

@@ -37,13 +37,13 @@ class Formula:
 
     __slots__ = ("terms",)
 
-    def __init__(self, terms: dict[Monomial, Fraction]) -> None:
+    def __init__(self, terms: dict[Monomial, int | Fraction]) -> None:
         self.terms = {powers: factor for powers, factor in terms.items() if factor}
 
     @property
     def value(self) -> int:
         """The number; ValueError if it is not whole."""
-        total = Fraction(0)
+        total: int | Fraction = 0
         for powers, factor in self.terms.items():
             for symbol, exponent in powers:
                 factor *= symbol.value**exponent
@@ -55,15 +55,15 @@ class Formula:
     def __add__(self, other: Formula | int | Fraction) -> Formula:
         terms = dict(self.terms)
         for powers, factor in formula(other).terms.items():
-            terms[powers] = terms.get(powers, Fraction(0)) + factor
+            terms[powers] = terms.get(powers, 0) + factor
         return Formula(terms)
 
     def __mul__(self, other: Formula | int | Fraction) -> Formula:
-        terms: dict[Monomial, Fraction] = {}
+        terms: dict[Monomial, int | Fraction] = {}
         for mine, factor in self.terms.items():
             for theirs, by in formula(other).terms.items():
                 powers = _product(mine, theirs)
-                terms[powers] = terms.get(powers, Fraction(0)) + factor * by
+                terms[powers] = terms.get(powers, 0) + factor * by
         return Formula(terms)
 
     def __sub__(self, other: Formula | int | Fraction) -> Formula:
@@ -133,12 +133,12 @@ class Line:
 
 def size(name: str, value: int) -> Formula:
     """The formula that is one named size."""
-    return Formula({((Symbol(name, value), 1),): Fraction(1)})
+    return Formula({((Symbol(name, value), 1),): 1})
 
 
 def formula(value: Formula | int | Fraction) -> Formula:
     """A number as a formula without letters; a formula as it is."""
-    return value if isinstance(value, Formula) else Formula({(): Fraction(value)})
+    return value if isinstance(value, Formula) else Formula({(): value})
 
 
 def total(formulas: Iterable[Formula]) -> Formula:
@@ -161,5 +161,6 @@ def _place(symbol: Symbol) -> tuple[int, str, int]:
     return (letter if letter >= 0 else len(ORDER), symbol.name, symbol.value)
 
 
-def _degree(powers: Monomial) -> tuple[int, list[tuple[int, str, int]]]:
-    return -sum(exponent for _, exponent in powers), [_place(symbol) for symbol, _ in powers]
+def _degree(powers: Monomial) -> tuple[int, list[tuple[tuple[int, str, int], int]]]:
+    degree = sum(exponent for _, exponent in powers)
+    return -degree, sorted((_place(symbol), exponent) for symbol, exponent in powers)

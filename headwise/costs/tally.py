@@ -34,7 +34,7 @@ def tree(part: CountedPart) -> Iterator[CountedPart]:
         yield from tree(child)
 
 
-def again(kernel: Kernel) -> Kernel:
+def recomputed_kernel(kernel: Kernel) -> Kernel:
     """A forward kernel that the backward runs once more; model FLOPs do not count it."""
     name = f"{kernel.name} (again)"
     return replace(kernel, name=name, flops=0, flops_dense=0, backward=True)

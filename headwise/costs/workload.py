@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from headwise.core.intervals import Mask
+from headwise.costs.formula import Formula, size
 from headwise.costs.visible import Tile
 from headwise.messages import say
 
@@ -91,7 +92,7 @@ class Ranks:
         if not isinstance(mesh, Mapping):
             raise ValueError(f'mesh={mesh!r} must be a dictionary such as {{"dp": 2, "tp": 4}}')
         known = cls.__dataclass_fields__
-        for name, size in mesh.items():
+        for name, ranks in mesh.items():
             if name not in known:
                 raise ValueError(
                     say(
@@ -100,10 +101,10 @@ class Ranks:
                         name=name,
                     )
                 )
-            if type(size) is not int or size < 1:
+            if type(ranks) is not int or ranks < 1:
                 raise ValueError(
                     say("mesh[{name!r}]={size!r} must be a positive number of ranks", name=name,
-                        size=size)
+                        size=ranks)
                 )  # fmt: skip
         return cls(**mesh)
 
@@ -148,6 +149,37 @@ class Workload:
     def wide(self) -> int:
         """Bytes of a number in which sums are kept: float32 or wider."""
         return max(4, self.element)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one rank: b sequences of s queries, which see t keys."""
+
+    batch: int
+    queries: int  # of this rank
+    keys: int
+    all_queries: int  # of all ranks of context parallelism
+    cached: bool = False  # some keys, or all of a context's, were made in earlier calls
+
+    @property
+    def b(self) -> Formula:
+        """The batch, as a letter."""
+        return size("b", self.batch)
+
+    @property
+    def s(self) -> Formula:
+        """The queries, as a letter."""
+        return size("s", self.queries)
+
+    @property
+    def t(self) -> Formula:
+        """The keys: a letter of their own if they are not the queries."""
+        return self.s if self.keys == self.queries else size("t", self.keys)
+
+    @property
+    def rows(self) -> Formula:
+        """All queries of the batch."""
+        return self.b * self.s
 
 
 def dtype_name(what: str, given: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.core.blocks import Unit
-from headwise.core.row_sums import RowTotals
+from headwise.core.row_sums import HEAVY, RowTotals
 from headwise.core.schedule import Segment
 from headwise.engines.streaming.forward_loop import row_totals as streaming_totals
 from headwise.engines.streaming.loop import LOG2_E, Loop, Selection
@@ -93,16 +93,14 @@ class RegionLoop(Loop):
     def effect(self, unit: Unit, rows: slice, segment: Segment, p: Tensor, grad: Tensor) -> Tensor:
         """p/(1 - p) · grad · (out - v) of a block of weights, in place."""
         assert self.effects is not None
-        product, peak, known = (
+        product, known = (
             self.per_row(unit, rows, x)[..., None]
-            for x in (self.effects.product, self.effects.peak, self.effects.peak_effect)
+            for x in (self.effects.product, self.effects.peak_effect)
         )
+        heavy = p > HEAVY
         odds = p.div_(torch.sub(1, p, out=self.buffer(2, p.shape)))
         e = odds.mul_(self.products(segment, grad).neg_().add_(product))
-        at = peak.long() - (self.terms.first_key + segment.columns.start)
-        inside = (at >= 0) & (at < e.shape[-1])
-        at = at.clamp_(0, e.shape[-1] - 1)
-        return e.scatter_(-1, at, torch.where(inside, known, e.gather(-1, at)))
+        return torch.where(heavy, known, e, out=e)
 
     def grads(self, unit: Unit, rows: slice) -> Tensor | None:
         """These rows' gradients of the output, (heads, G·R, Dv)."""
@@ -124,13 +122,12 @@ class RegionLoop(Loop):
             found: PeakSums | None = None
             for segment, s, seen in self.segments(unit, rows):
                 self.hide(unit, s, seen)
-                first = self.terms.first_key + segment.columns.start
-                here = self.peak(s, self.products(segment, grad), first)
+                here = self.peak(s, self.products(segment, grad))
                 found = here if found is None else found.join(here)
             if found is not None:
                 yield unit, rows, found
 
-    def peak(self, s: Tensor, product: Tensor, first: int) -> PeakSums:
+    def peak(self, s: Tensor, product: Tensor) -> PeakSums:
         """The largest of a block's logits in each row, and the sums over the others."""
         best, at = s.max(-1)
         chosen = product.gather(-1, at[..., None])[..., 0]
@@ -139,9 +136,7 @@ class RegionLoop(Loop):
         s.sub_(base.masked_fill(base == -torch.inf, 0)[..., None]).mul_(LOG2_E)
         weight = s.exp2_()
         rest = Sums(base, weight.sum(-1), product.mul_(weight).sum(-1))
-        none = best == -torch.inf
-        key = (at + first).masked_fill_(none, -1).int()
-        return PeakSums(best, key, chosen.masked_fill_(none, 0), rest)
+        return PeakSums(best, chosen.masked_fill_(best == -torch.inf, 0), rest)
 
 
 def tiles(region: Region, totals: Totals, ranked: bool = False) -> Iterator[Tile]:
@@ -156,15 +151,14 @@ def row_totals(region: Region) -> Totals:
     rows = region.q.shape[2]
     best, product, base, total, value = (region.zeros(rows) for _ in range(5))
     best.fill_(-torch.inf), base.fill_(-torch.inf)
-    key = torch.full_like(best, -1, dtype=torch.int32)
     if all(region.box.shape):
         loop = RegionLoop(region, None)
         for unit, block, found in loop.peaks():
-            targets = (best, key, product, base, total, value)
-            for target, part in zip(targets, (*found[:3], *found.rest), strict=True):
+            targets = (best, product, base, total, value)
+            for target, part in zip(targets, (*found[:2], *found.rest), strict=True):
                 loop.put(unit, block, target, part)
-    best, key, product, *rest = (x.flatten(1, 2) for x in (best, key, product, base, total, value))
-    sums = PeakSums(best, key, product, Sums(*rest))
+    best, product, *rest = (x.flatten(1, 2) for x in (best, product, base, total, value))
+    sums = PeakSums(best, product, Sums(*rest))
     return sums.totals(region.terms.sinks, region.whole)
 
 

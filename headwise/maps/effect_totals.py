@@ -3,7 +3,8 @@
 Removing key j from row i and renormalising changes grad · out by p/(1 - p) · grad · (out - v_j).
 That formula has two small differences where one key holds nearly all of the weight, and at most one
 key of a row does: the one with the largest logit, the peak. Its effect is computed here, from the
-other keys alone; for every other key p is at most one half, and the formula is as exact as p.
+other keys alone, and is that of the key with a weight above `HEAVY`, if there is one; for smaller
+weights the formula is as exact as p.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from headwise.core.row_sums import RowTotals
 
 
 class EffectTotals(NamedTuple):
-    """Per row: an edge's effect is p/(1 - p) · (product - grad · v_j), the peak's is known."""
+    """Per row: an edge's effect is p/(1 - p) · (product - grad · v_j); a heavy peak's is known."""
 
     lse: Tensor  # these three as in RowTotals
     base: Tensor
     log_total: Tensor
     product: Tensor  # grad · out
-    peak: Tensor  # int32, the position of the key with the largest logit; -1 if there is none
-    peak_effect: Tensor
+    peak_effect: Tensor  # of the key with the largest logit
 
     @property
     def weights(self) -> RowTotals:
@@ -60,7 +60,6 @@ class PeakSums(NamedTuple):
     """The key with the largest logit of each row, and the sums over its other keys."""
 
     best: Tensor  # its logit; -inf if the row sees no key
-    key: Tensor  # its position, int32
     product: Tensor  # grad · v of it
     rest: Sums
 
@@ -74,8 +73,7 @@ class PeakSums(NamedTuple):
         best, lesser = both(self.best, other.best)
         product, lost = both(self.product, other.product)
         joined = Sums(lesser, (lesser != -torch.inf).to(lost.dtype), lost)
-        rest = self.rest.join(other.rest).join(joined)
-        return PeakSums(best, both(self.key, other.key)[0], product, rest)
+        return PeakSums(best, product, self.rest.join(other.rest).join(joined))
 
     def totals(self, sinks: Tensor | None, whole: Whole | None) -> EffectTotals:
         """The totals of the rows (B, Hq, N); `whole` if they see keys that are not here."""
@@ -100,7 +98,6 @@ class PeakSums(NamedTuple):
             self.best,
             log_total,
             product.masked_fill(none, 0),
-            self.key,
             (share * (others - self.product)).masked_fill(none, 0),
         )
 

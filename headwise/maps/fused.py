@@ -50,18 +50,16 @@ def _effect_totals(region: Region) -> EffectTotals:
     call, effects = _call_of(region), _effects(region, None)
     batch, heads, rows, _ = region.box.shape
     best, product, *rest = region.q.new_empty(5, batch, heads, rows, dtype=torch.float32)
-    key = torch.empty_like(best, dtype=torch.int32)
 
     def launch(shape: Shape) -> None:
         peaks[(-(-rows // shape.rows), heads, batch)](
-            call.q, call.k, effects, best, key, product, *rest, outer_strides(call.q),
+            call.q, call.k, effects, best, product, *rest, outer_strides(call.q),
             outer_strides(call.k), call.given, *call.sizes, **constants(shape), **flags(call),
             **value_flags(effects),
         )  # fmt: skip
 
-    fit_map(call, launch, effects)
-    key = torch.where(key < 0, -1, key + region.terms.first_key)
-    return PeakSums(best, key, product, Sums(*rest)).totals(region.terms.sinks, region.whole)
+    fit_map(call, launch, effects, "peaks")
+    return PeakSums(best, product, Sums(*rest)).totals(region.terms.sinks, region.whole)
 
 
 def fill(region: Region, totals: Totals) -> Tensor:
@@ -170,8 +168,8 @@ def _effects(region: Region, totals: Totals | None) -> Effects | None:
     dtype = torch.promote_types(region.grad.dtype, region.v.dtype)
     grad, v = (loadable(x)[0] for x in widened(region.grad.to(dtype), region.v.to(dtype)))
     if not isinstance(totals, EffectTotals):
-        return Effects(grad, v, outer_strides(grad), outer_strides(v), grad, grad, grad)
-    rows = totals.product, totals.peak - region.terms.first_key, totals.peak_effect
+        return Effects(grad, v, outer_strides(grad), outer_strides(v), grad, grad)
+    rows = totals.product, totals.peak_effect
     return Effects(grad, v, outer_strides(grad), outer_strides(v), *(x.contiguous() for x in rows))
 
 

@@ -70,8 +70,7 @@ class RotaryPosition(PositionModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # A model moved to bfloat16 keeps its angles: 8 bits can't tell position 256 from 257.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if not self.frequencies.is_meta:
-            self.frequencies = self._frequencies().to(self.frequencies.device)
+        self.frequencies = self._frequencies().to(self.frequencies.device)
         return self
 
     def waves(self, positions: Tensor, length: int | Tensor | None = None) -> Waves:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +119,7 @@ def scores(layer: WatchedLayer, tokens: Tensor | None) -> Scores:
     if within:
         local = _local(weights, rows)
         if tokens is not None and tokens.shape == (seen.sees.shape[0], layer.map().shape[2]):
-            induction = _induction(layer.map(), _told_apart(tokens[0], layer.parts))
+            induction = _induction(layer.map(), _told_apart(tokens[0], layer))
     return Scores(
         dormant=norms / norms.mean().clamp_min(1e-30),
         induction=induction,
@@ -201,11 +200,12 @@ def _local(weights: Tensor, positions: Tensor) -> Tensor:
     return weights[:, far].double().mul(near).sum(-1).mean(1)
 
 
-def _told_apart(tokens: Tensor, parts: Mapping[str, Tensor]) -> list[int]:
-    """Tokens (N,), those of images numbered: they share an id, and none repeats another."""
+def _told_apart(tokens: Tensor, layer: WatchedLayer) -> list[int]:
+    """Tokens (N,); those of images and padding, which share an id, are numbered."""
     apart = tokens.tolist()
-    for shown in parts.values():
-        for place in shown[0, : len(apart)].nonzero().flatten().tolist():
+    padding = () if layer.padding is None else (layer.padding,)
+    for shared in (*layer.parts.values(), *padding):
+        for place in shared[0, : len(apart)].nonzero().flatten().tolist():
             apart[place] = -1 - place
     return apart
 

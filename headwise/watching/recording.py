@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,9 +16,9 @@ from headwise.watching import head_types
 from headwise.watching.alarms import Alarm, alarm_scalars
 from headwise.watching.logged import Course
 from headwise.watching.recorder.board import Board
-from headwise.watching.recorder.layer import WatchedLayer
+from headwise.watching.recorder.layer import LayerPlace, WatchedLayer
 from headwise.watching.recorder.other_layers import OtherLayers
-from headwise.watching.table import Table, Value, scalars
+from headwise.watching.table import LaterRows, Table, Value, scalars
 
 NAN = float("nan")
 
@@ -197,41 +197,86 @@ class Recording:
         return self.heads().__rich__()
 
 
-def head_rows(
-    layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor], sampled: bool
-) -> list[dict[str, Value]]:
-    """One row per head of the layers, from what their boards hold."""
-    found: dict[Board, list[list[list[float]]]] = {}  # slot, figure, head
-    names: dict[str, str] = {}
-    for board, values in boards.items():
-        slots, order = board.columns.means_and_extremes(values).tolist(), board.columns.order
-        found[board] = [[slot[at] for at in order] for slot in slots]
-        names = board.columns.names(sampled)
-    seen = {name for layer in layers for name in layer.stats}
-    rows: list[dict[str, Value]] = []
-    for layer in layers:
+class SeenLayer(NamedTuple):
+    """A layer as it was when a step ended, and where its figures are."""
+
+    place: LayerPlace
+    heads: int
+    stats: tuple[str, ...]
+    board: Board
+    slot: int
+
+    @classmethod
+    def of(cls, layer: WatchedLayer) -> SeenLayer:
         assert layer.slot is not None
-        of_heads = found[layer.slot.board][layer.slot.number]
-        mine = [
-            (name, value if stat in layer.stats else [NAN] * layer.heads)
-            for (name, stat), value in zip(names.items(), of_heads, strict=True)
-            if stat in seen
-        ]
-        for head in range(layer.heads):
-            rows.append(layer.place(head) | {name: value[head] for name, value in mine})
-    return rows
+        slot = layer.slot
+        return cls(layer.own_place, layer.heads, layer.stats, slot.board, slot.number)
 
 
-def blind_heads(
-    layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor]
-) -> frozenset[tuple[int, int]]:
-    """The (layer, head) of heads in which no row saw a key, by what their boards hold."""
-    found = set()
-    for layer in layers:
-        assert layer.slot is not None
-        rows = boards[layer.slot.board][layer.slot.number, 0, : layer.heads].tolist()
-        found |= {(layer.number, layer.first_head + head) for head, x in enumerate(rows) if not x}
-    return frozenset(found)
+class HeadRows(LaterRows):
+    """One row per head of some layers, from what their boards hold.
+
+    Most steps of a training are never looked at, so the rows are made when somebody asks for them.
+    """
+
+    def __init__(
+        self, layers: Iterable[WatchedLayer], boards: Mapping[Board, Tensor], sampled: bool
+    ) -> None:
+        self._layers, self._sampled = [SeenLayer.of(layer) for layer in layers], sampled
+        used = {layer.board for layer in self._layers}
+        self._boards = {board: x for board, x in boards.items() if board in used}
+        self._made: list[dict[str, Value]] | None = None
+
+    @property
+    def finite(self) -> bool:
+        """True if no figure is infinite, which is known before any row is made."""
+        found = (board.columns.means_and_extremes(x) for board, x in self._boards.items())
+        return not any(bool(figures.isinf().any()) for figures in found)
+
+    def blind(self) -> frozenset[tuple[int, int]]:
+        """The (layer, head) of heads in which no row saw a key, by what their boards hold."""
+        found = set()
+        for layer in self._layers:
+            none = self._boards[layer.board][layer.slot, 0, : layer.heads] == 0
+            if bool(none.any()):
+                heads = none.nonzero().flatten().tolist()
+                found |= {(layer.place.number, layer.place.first_head + x) for x in heads}
+        return frozenset(found)
+
+    def made(self) -> list[dict[str, Value]]:
+        """The rows."""
+        if self._made is None:
+            self._made = list(self._rows())
+            self._layers, self._boards = [], {}
+        return self._made
+
+    def _rows(self) -> Iterator[dict[str, Value]]:
+        found: dict[Board, list[list[list[float]]]] = {}  # slot, figure, head
+        names: dict[str, str] = {}
+        for board, values in self._boards.items():
+            slots, order = board.columns.means_and_extremes(values).tolist(), board.columns.order
+            found[board] = [[slot[at] for at in order] for slot in slots]
+            names = board.columns.names(self._sampled)
+        seen = {name for layer in self._layers for name in layer.stats}
+        for layer in self._layers:
+            of_heads = found[layer.board][layer.slot]
+            mine = [
+                (name, value if stat in layer.stats else [NAN] * layer.heads)
+                for (name, stat), value in zip(names.items(), of_heads, strict=True)
+                if stat in seen
+            ]
+            for head in range(layer.heads):
+                yield layer.place.of_head(head) | {name: value[head] for name, value in mine}
+
+    def __len__(self) -> int:
+        known = self._made is not None
+        return len(self.made()) if known else sum(layer.heads for layer in self._layers)
+
+    def __getitem__(self, wanted: Any) -> Any:
+        return self.made()[wanted]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self.made(),)
 
 
 def overflow(rows: Sequence[Mapping[str, Value]]) -> str | None:

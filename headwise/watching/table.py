@@ -43,6 +43,10 @@ FIRST = (
 """The columns that are printed first where a terminal has no room for all."""
 
 
+class LaterRows(Sequence[Mapping[str, Value]]):
+    """Rows that are made when somebody asks for them; their number is known before."""
+
+
 class Table:
     """Rows of named values, every row with the same names; it works without pandas.
 
@@ -68,9 +72,21 @@ class Table:
         note: str | None = None,
         blind: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
-        self._rows = [dict(row) for row in rows]
-        self._columns = list(self._rows[0]) if self._rows else list(columns or ())
+        later = isinstance(rows, LaterRows)
+        self._given: Sequence[Mapping[str, Value]] = rows if later else ()
+        self._kept = None if later else [dict(row) for row in rows]
+        self._named = list(columns or ())
         self.note, self.blind = note, blind
+
+    @property
+    def _rows(self) -> list[dict[str, Value]]:
+        if self._kept is None:
+            self._kept, self._given = [dict(row) for row in self._given], ()
+        return self._kept
+
+    @property
+    def _columns(self) -> list[str]:
+        return list(self._rows[0]) if len(self) else self._named
 
     @property
     def columns(self) -> list[str]:
@@ -78,7 +94,7 @@ class Table:
         return list(self._columns)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._given if self._kept is None else self._kept)
 
     def __iter__(self) -> Iterator[dict[str, Value]]:
         return iter(self._rows)
@@ -177,7 +193,8 @@ class Table:
         """The rows that are shown, as text, and the lines below them."""
         hidden, half = len(self) - MOST_ROWS, MOST_ROWS // 2
         rows = self._rows if hidden <= 0 else self._rows[:half] + self._rows[-half:]
-        footer = [f"({hidden} rows in the middle not shown)"] if hidden > 0 else []
+        rest = f"({hidden} {'row' if hidden == 1 else 'rows'} in the middle not shown)"
+        footer = [rest] if hidden > 0 else []
         footer += [] if self.note is None else [self.note]
         return [[_short(value) for value in row.values()] for row in rows], footer
 

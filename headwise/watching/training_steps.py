@@ -25,7 +25,7 @@ from headwise.watching.recorder.board import Board
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.held_call import HeldCall
 from headwise.watching.recorder.layer import WatchedLayer
-from headwise.watching.recording import Entry, Recording, blind_heads, head_rows, overflow
+from headwise.watching.recording import Entry, HeadRows, Recording, overflow
 from headwise.watching.rules import Rule
 from headwise.watching.runs.run_writer import RunWriter
 from headwise.watching.table import Table, Value
@@ -393,14 +393,16 @@ class SteppedRecording(Recording):
             or (_has_rows(layer, boards) and asked_for(layer.number, layer.name))
         ]
         left = [layer for layer in left if layer.name not in misread]
-        rows = head_rows(left, boards, self._recorder.options.rows is not None)
-        if self._recorder.options.effects:
-            _add_effects(rows, left, held)
-        wanted = self._recorder.options.heads
-        if wanted is not None:
-            rows = [row for row in rows if row["head"] in wanted]
-        notes = [note for note in (self._note(), overflow(rows)) if note is not None]
-        return Table(rows, note="\n".join(notes) or None, blind=blind_heads(left, boards))
+        rows = HeadRows(left, boards, self._recorder.options.rows is not None)
+        options, blind = self._recorder.options, rows.blind()
+        finite = rows.finite and not options.effects
+        if options.effects:
+            _add_effects(rows.made(), left, held)
+        shown: Sequence[Mapping[str, Value]] = rows
+        if options.heads is not None:
+            shown = [row for row in rows if row["head"] in options.heads]
+        notes = [self._note(), None if finite else overflow(shown)]
+        return Table(shown, note="\n".join(x for x in notes if x is not None) or None, blind=blind)
 
     def _judge(
         self, module: str, layers: Sequence[WatchedLayer], boards: Mapping[Board, Tensor]

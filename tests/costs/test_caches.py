@@ -175,12 +175,12 @@ def test_a_cache_is_read_in_its_own_dtype_and_only_in_decoding() -> None:
 
     def read(part: str, **sizes: int) -> list[int]:
         cost = hw.cost(config, context=30, cache="int8", **sizes)
-        layer = cost.parts["decoder"].parts["layers"].parts[part]
+        layer = cost.parts["decoder"].parts[part]
         return [kernel.bytes_read for kernel in layer.forward if kernel.kind == "attention"]
 
     query, fresh, stored = 2 * 64, 2 * 2 * 64, 2 * (64 + 4 * 4)
-    assert read("cross-attention", queries=10) == [10 * query + 30 * fresh]
-    assert read("cross-attention", queries=1, keys=10) == [query + 30 * stored]
+    assert read("cross_attention", queries=10) == [10 * query + 30 * fresh]
+    assert read("cross_attention", queries=1, keys=10) == [query + 30 * stored]
     assert read("attention", queries=10) == [10 * query + 10 * fresh]
     assert read("attention", queries=1, keys=10) == [query + 10 * stored]
 

@@ -168,9 +168,11 @@ def test_decoding_is_one_row_of_every_layer() -> None:
 def test_decoding_after_an_encoder_does_not_run_it_again() -> None:
     config = hw.models.TransformerConfig(50, d_model=H, heads=A)
     step = hw.cost(config, queries=1, keys=9, context=C)
-    assert step.parts["encoder"].flops == 0
-    assert step.parts["encoder"].params == hw.cost(config, queries=9).parts["encoder"].params
-    cross = step.parts["decoder"].parts["layers"].parts["cross-attention"]
+    encoder = [part for name, part in step.parts.items() if name.startswith("encoder")]
+    assert sum(part.flops for part in encoder) == 0
+    whole = hw.cost(config, queries=9).parts["encoder"].params
+    assert sum(part.params for part in encoder) == whole
+    cross = step.parts["decoder"].parts["cross_attention"]
     assert cross.flops == 6 * (2 * 2 * H * H + 4 * C * H), "query and out only, and the pairs"
 
 
@@ -191,8 +193,17 @@ def test_training_is_three_forwards_and_four_with_recomputation() -> None:
     assert cost.training_flops == 3 * cost.flops
     again = hw.cost(config, **PLAIN, fused=False, tile=(1, 1), recompute="layers")
     assert again.training_flops == cost.training_flops, "model FLOPs do not count it"
-    layers = again.parts["layers"].flops_executed
+    layers = again.parts["blocks"].flops_executed
     assert again.backward_flops_executed == 2 * cost.flops_executed + layers
+
+
+def test_a_projection_as_wide_as_the_sequence_is_no_product_of_pairs() -> None:
+    """Llama is 4096 wide and asked about 4096 tokens: no projection is causal for that."""
+    fields = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 10}
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    cost = hw.cost({**fields, **small, "num_key_value_heads": 2}, queries=64)
+    products = 2 * 64 * (7 * 64 * 64 + 64 * 10)
+    assert cost.flops == products + 4 * 64 * (64 * 65 // 2)
 
 
 def test_special_functions_are_counted_apart() -> None:

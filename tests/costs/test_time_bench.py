@@ -64,7 +64,7 @@ def test_results_are_written_after_every_cell(
     monkeypatch.setattr(cost, "LEAST", 0.0)
     monkeypatch.setattr(cost, "cells", lambda cuda: iter(SMALL))
     monkeypatch.setattr(cost, "keep", counting)
-    monkeypatch.setattr(measure, "measure", lambda *_, **__: DEVICES["cpu"])
+    monkeypatch.setattr(measure, "measure_device", lambda *_, **__: DEVICES["cpu"])
     monkeypatch.setattr(cost, "Clock", lambda *_: quick)
     monkeypatch.setattr(sys, "argv", ["cost"])
     cost.main()

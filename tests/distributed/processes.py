@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,7 +22,7 @@ SECONDS = 60  # the process group's timeout; a case that should fail sooner has 
 
 
 def serve(rank: int, count: int, meeting: str, seconds: float, pipe: Connection) -> None:
-    """Run cases until the pipe is closed. A case is (function, size of the mesh, arguments)."""
+    """Run cases, each (function, size of the mesh, arguments), until there is None."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=count,
@@ -31,9 +32,12 @@ def serve(rank: int, count: int, meeting: str, seconds: float, pipe: Connection)
     pipe.send_bytes(b"ready")
     while True:
         try:
-            function, size, arguments = pickle.loads(pipe.recv_bytes())
+            case = pickle.loads(pipe.recv_bytes())
         except EOFError:
             break
+        if case is None:
+            break
+        function, size, arguments = case
         try:
             answer = True, function(meshes[size], *arguments)
         except Exception as error:
@@ -87,6 +91,8 @@ class Processes:
 
     def close(self) -> None:
         for pipe in self.pipes:
+            with suppress(OSError):  # its process ended
+                pipe.send_bytes(pickle.dumps(None))  # forked ranks hold the pipes of others open
             pipe.close()
         for member in self.members:
             member.join(timeout=10)

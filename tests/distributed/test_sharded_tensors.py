@@ -20,6 +20,7 @@ pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processe
 BATCH, LENGTH, WIDTH = 4, 10, 8
 B, H, N = Shard(0), Shard(1), Shard(2)
 PER_HEAD = torch.arange(24)[None, :, None] % 5 + 3
+SPANS = {"begin": (0, torch.tensor([2, 3, 5, 1])), "end": (6, 9)}
 
 
 @lru_cache
@@ -43,7 +44,9 @@ def options(kind: str, heads: int, sinks: object) -> dict[str, object]:
                 "dropout": hw.Dropout(0.3, 11)}  # fmt: skip
     if kind == "tensor":
         bias = torch.randn(BATCH, heads, LENGTH, LENGTH, generator=numbers, dtype=torch.float64)
-        return {"mask": hw.mask.lengths([10, 7, 9, 4]), "bias": bias, "sinks": sinks}
+        texts = torch.arange(LENGTH) // torch.tensor([3, 4, 5, 11])[:, None]
+        mask = hw.mask.lengths([10, 7, 9, 4]) & hw.mask.documents(texts)
+        return {"mask": mask, "bias": bias, "sinks": sinks}
     weight = torch.randn(heads, WIDTH, generator=numbers, dtype=torch.float64)
     per_head = hw.mask.between(torch.zeros(1).int(), PER_HEAD[:, :heads])
     return {"mask": per_head, "score": hw.Additive(weight), "sinks": sinks}
@@ -71,11 +74,11 @@ def sharded(
     sinks = distribute_tensor(sinks, mesh, [Replicate()] * mesh.ndim).requires_grad_()
     chosen = options(kind, heads, sinks)
     if move is None:
-        out, seen = hw.observe(*given, **chosen)
+        out, seen = hw.observe(*given, **chosen, spans=SPANS)
         plain = hw.attention(*given, **chosen)
     else:
         where = {"mesh": mesh["cp"], "move": move}
-        out, seen = hw.distributed.observe(*given, **chosen, **where)
+        out, seen = hw.distributed.observe(*given, **chosen, **where, spans=SPANS)
         plain = hw.distributed.attention(*given, **chosen, **where)
     assert isinstance(out, DTensor)
     assert out.placements == tuple(placements)
@@ -88,7 +91,7 @@ def sharded(
 
 def alone(kind: str, heads: int, kv_heads: int) -> dict[str, Tensor]:
     given = [x.requires_grad_() for x in whole(heads, kv_heads)]
-    out, seen = hw.observe(*given[:3], **options(kind, heads, given[3]))
+    out, seen = hw.observe(*given[:3], **options(kind, heads, given[3]), spans=SPANS)
     loss(out, seen).backward()
     found = {"out": out, "plain": out} | seen.values
     found |= {f"grad of {n}": x.grad for n, x in zip("qkvs", given, strict=True)}

@@ -27,7 +27,10 @@ from headwise.engines.triton.kernels.hopper_forward import EVERYWHERE, REGISTERS
 from headwise.engines.triton.kernels.hopper_items import HopperMask, HopperSizes
 from headwise.engines.triton.kernels.hopper_softmax import numbers_of_cap
 
-MASKS = {"none": (False, 0), "band": (True, 0), "documents": (True, 1), "sinks": (True, 2)}
+MASKS = {  # banded, intervals per row in a table
+    "none": (False, 0), "band": (True, 0), "uneven": (True, 1), "documents": (True, 1),
+    "sinks": (True, 2),
+}  # fmt: skip
 VARIANTS = [
     {"widths": widths, "mask": mask, "observed": observed, "capped": capped, "valued": valued}
     for widths in ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -78,12 +81,14 @@ def compiled(
 
     row, whole = torch.empty(2048), torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16)
     asked = row if observed else None
-    in_blocks = banded and not pieces and not capped and width in CUTS  # of keys: some moments
+    in_blocks = mask in ("band", "uneven") and not capped and width in CUTS  # some moments
     sums = dict.fromkeys(("log_total", *ROW_SUMS, "logit_mean", "logit_var"), asked)
     written = RowResults(None, row, row, **sums, visible=None if in_blocks else asked)
     every = CUTS[width].block if in_blocks else EVERYWHERE.value
     numbers = torch.empty(2048, dtype=torch.int32)
     read = HopperMask(numbers, None, numbers, whole) if pieces else HopperMask()
+    if mask == "uneven":
+        read = HopperMask(table=numbers)
     sizes = HopperSizes(
         1024, 1024, 2, 1, value_width, 0, 1, 0, 16, *[1024] * 9, 0.07, 0.1,
         numbers_of_cap(0.01) if capped else None,

@@ -148,12 +148,15 @@ def sparse_loops(width: int, dtype: torch.dtype) -> list[Tensor]:
         given = leaves(dtype, (1, 2, N, width), (1, 1, N, width), (1, 1, N, width))
         more = options(kind)
         some = hw.sparse.Indices(torch.randint(0, N, (1, 1, N, 9), device=DEVICE))
-        chosen = () if kind == "both" else (some, hw.sparse.Blocks(16, 3, by="exact"))
+        blocks = hw.sparse.Blocks(64, 3, by="exact")  # the bits of a row are one word
+        chosen = () if kind == "both" else (some, blocks)
         for policy in (hw.sparse.TopK(8), *chosen):
             out = hw.sparse.attention(*given, policy, **more)
             found += [out, *torch.autograd.grad(out.float().sum(), [*given, *learnable(more)])]
         amap = hw.attention_map(*given[:2], mask=hw.mask.causal())
         found += [amap.kept(some), *amap.recall(some)]
+    step = given[0][:, :, -1:]  # one row
+    found.append(hw.sparse.attention(step, *given[1:], hw.sparse.TopK(8), mask=hw.mask.causal()))
     return found
 
 
@@ -199,6 +202,33 @@ def record(width: int, dtype: torch.dtype) -> list[Tensor]:
     return [board]
 
 
+@torch.no_grad()
+def pages(width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Serve four requests over pages, watched and not, decoding and with prompts.
+
+    The weights that keys receive are not returned: they are added up in any order.
+    """
+    from headwise.engines.triton.host import ragged_kernel
+    from headwise.watching.recorder.ragged_batch import Marks, Pages, RaggedBatch
+
+    page, rows, found = 16, 64, []
+    counts = torch.tensor([0, 1, 40, 41, 45], dtype=torch.int32, device=DEVICE)
+    held = torch.tensor([0, 30, 70, 101, 130], dtype=torch.int32, device=DEVICE)
+    table = torch.arange(4 * 4, device=DEVICE, dtype=torch.int32)
+    q = normal(48, 8, width, dtype=dtype)  # and three rows of padding
+    keys, values = normal(2, page * rows, 2, width, dtype=dtype)
+    packed, paged = Pages(None), Pages(table, page, 4)
+    each = Pages(torch.arange(130, device=DEVICE))
+    capped = {"softcap": 9.0, "sinks": zeros(8)}
+    for where, form, look in (
+        (paged, {}, True), (packed, {"window": 20}, True), (each, capped, True), (each, {}, False),
+    ):  # fmt: skip
+        batch = RaggedBatch(q, keys, values, counts, held, where, 39, 0.1, **form)
+        marks = Marks(where, torch.arange(48, device=DEVICE), zeros(page * rows, 8))
+        found += ragged_kernel.launch(batch, look, 1, marks if look else None)
+    return found
+
+
 OTHERS: dict[str, Callable[[int, torch.dtype], list[Tensor]]] = {
     "decode": decode,
     "decode_biased": decode_biased,
@@ -210,6 +240,7 @@ OTHERS: dict[str, Callable[[int, torch.dtype], list[Tensor]]] = {
     "moments": moments,
     "additive": additive,
     "record": record,
+    "pages": pages,
 }
 KINDS = ("plain", "causal", "capped", "documents", "alibi", "bias", "half", "dense", "buckets")
 
@@ -226,6 +257,8 @@ def _exists(kind: str, width: str, dtype: str) -> bool:
         return dtype == "bfloat16" and (kind, width) != ("moments", "256")
     if kind == "record":
         return (width, dtype) == ("64", "bfloat16")
+    if kind == "pages":
+        return (width, dtype) in (("64", "bfloat16"), ("64", "float32"), ("256", "bfloat16"))
     return kind != "additive" or width != "256"
 
 

@@ -131,6 +131,15 @@ def test_every_width_agrees(mask: str, widths: tuple[int, int]) -> None:
     agrees(mask, 130, 150, widths, sum(widths))
 
 
+@pytest.mark.parametrize("mask", ["causal", "first rows see nothing", "window"])
+def test_programs_share_the_items_of_uneven_masks(
+    mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile(monkeypatch, (64, 64), keys=32)
+    monkeypatch.setattr(hopper_call, "LEAST_BLOCKS", 1)
+    agrees(mask, 400, 400, (64, 64), 1)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_results_do_not_depend_on_the_order_of_partitions(
     seed: int, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ MASKS: dict[str, hw.mask.Mask | None] = {
     "causal": CAUSAL,
     "a window": CAUSAL & hw.mask.window(7),
     "documents": CAUSAL & hw.mask.documents(IDS),
+    "sinks and a window": CAUSAL & (hw.mask.window(7) | hw.mask.prefix(2)),
 }
 
 

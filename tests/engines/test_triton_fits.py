@@ -27,6 +27,7 @@ from headwise.engines.triton import tuning
 from headwise.engines.triton.host import backward_call as backward
 from headwise.engines.triton.host import decoding_call as decoding
 from headwise.engines.triton.host import forward_call as call
+from headwise.engines.triton.host import map_call
 from headwise.engines.triton.host import tile_shapes as shapes
 from headwise.engines.triton.host.cards import INTERPRETING, card
 from headwise.engines.triton.host.tile_shapes import Shape
@@ -185,7 +186,8 @@ def test_two_threads_may_find_at_once_that_there_is_no_room(
 @interpreted
 @pytest.mark.parametrize("loop", ["log_sums", "cells", "largest"])
 def test_kernels_of_maps_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
-    crowded = crowd(monkeypatch, map_lse if loop == "log_sums" else maps, loop, rows=16)
+    module = {"log_sums": map_lse, "cells": map_call, "largest": maps}[loop]
+    crowded = crowd(monkeypatch, module, loop, rows=16)
     q, k = torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
     found, truth = (
         hw.attention_map(q.to(dtype), k.to(dtype), mask=CAUSAL)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch.multiprocessing as mp
 from hypothesis import Phase, settings
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Compiler
 
 RANKS = "processes"  # the fixture of tests/distributed/conftest.py
 
@@ -49,6 +48,9 @@ class Lines:
 
     def follow_compiler(self) -> None:
         """Note the lines that torch.compile turns into a graph too: Python does not run them."""
+        # It imports Triton, which reads once whether to interpret its kernels.
+        from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Compiler
+
         usual = Compiler.starts_line
 
         def starts_line(compiler: Compiler, line: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.models import GPT, GPTConfig
 from headwise.nn import SwiGLU
-from headwise.watching import Alarm
+from headwise.watching import Alarm, rules
 from headwise.watching.rules import (
     RULES,
     DeadHead,
@@ -173,6 +173,11 @@ def test_heads_that_have_learnt_nothing_yet_are_no_copies_of_each_other() -> Non
     with torch.no_grad():
         model.query.weight *= 0.01
     assert raised(model, inputs(), DuplicatedHeads(every=1)) == []
+
+
+def test_the_distance_from_even_weights_is_half_of_the_sum_of_differences() -> None:
+    weights = torch.tensor([[[0.5, 0.5, 0.0], [0.9, 0.1, 0.0]], [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
+    assert rules._from_even(weights).tolist() == pytest.approx([0.5, 0.7])  # one key is decided
 
 
 def test_heads_that_all_rest_on_the_first_token_are_no_copies() -> None:

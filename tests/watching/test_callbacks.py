@@ -103,7 +103,8 @@ def test_accumulated_batches_are_one_entry_and_evaluation_leaves_no_trace(tmp_pa
     }.items():
         torch.manual_seed(0)
         callback = callbacks.trainer(every=1, rows=None)
-        huggingface(tmp_path / name, callback, max_steps=3, **options)
+        trainer, _ = huggingface(tmp_path / name, callback, max_steps=3, **options)
+        assert all("loss" in line for line in trainer.state.log_history if KEY in line)
         assert callback.watch is not None
         seen[name] = len(callback.watch.series)
         entropy = [entry.table["entropy_mean"] for entry in callback.watch.series]

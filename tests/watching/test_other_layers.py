@@ -103,6 +103,13 @@ def test_a_model_s_recurrence_is_its_implied_map(
         mine = v[1, :, head]
         expected = out[1, :, head] - (0 if skip is None else skip[head] * mine)
         torch.testing.assert_close(found @ mine.double(), expected.double(), rtol=1e-4, atol=1e-5)
+    alone = []
+    for text in tokens:
+        with hw.watch(model) as one:
+            model(text[None])
+        alone.append(torch.tensor(one.others["state_norm"]))
+    mean = torch.stack(alone).mean(0).tolist()
+    assert seen.others["state_norm"] == pytest.approx(mean, rel=1e-4)
     for row in seen.others:
         assert 0 < row["decay_mean"] < 1
         assert row["memory"] > 0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.core.mask_parts import rows_of
 from headwise.core.place import Place
+from tests.watching.foreign import model_of
 from tests.watching.stacks import Stack, attending, by_headwise, by_torch
 
 STEERS: list[tuple[Any, ...]] = [
@@ -466,3 +467,16 @@ def test_what_can_not_be_steered_is_refused(steers: Any, says: str) -> None:
         model(torch.randn(2, 12, 32))
     with pytest.raises(ValueError, match="takes a torch"), hw.steer(None, (0, 0, 0, 1.0)):  # type: ignore[arg-type]
         pass
+
+
+@pytest.mark.parametrize("factor", [0, 0.5])
+def test_the_map_of_a_generation_is_that_of_its_whole_text(factor: float) -> None:
+    model = model_of("llama")
+    with torch.no_grad(), hw.steer(model, (0, 2, (2, 4), factor, (3, 8))):
+        with hw.watch(model) as steps:
+            text = model.generate(torch.arange(3, 9)[None], max_new_tokens=4, pad_token_id=0)
+        with hw.watch(model) as whole:
+            model(text[:, :-1])
+    for head in (1, 2):
+        found, wanted = steps.map(0, head)[0, 0], whole.map(0, head)[0, 0]
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)

@@ -26,7 +26,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This CPU, as if it were measured."""
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
     found = Device("this", "a CPU", PEAKS, 1e10, 1e9, "made up", cpu=True)
-    this_machine.save(found, torch.device("cpu"), {})
+    this_machine.save_device(found, torch.device("cpu"), {})
 
 
 def learn(model: nn.Module, *batches: torch.Tensor, steps: int = 1) -> None:

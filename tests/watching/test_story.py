@@ -68,6 +68,7 @@ def test_a_loss_that_only_falls_does_not_turn() -> None:
     assert turning(range(3), [float("nan")] * 3) is None
     assert turning(range(5), [4.0, 1.0, float("nan"), 5.0, 5.0]) == 2
     assert turning(range(4), [5.0, 1.0, 1.5, 1.5]) is None  # little, of what it has fallen
+    assert turning(range(3), [10.0, 0.0, 2.0]) is None  # a fifth is little
 
 
 def test_without_figures_a_finding_is_what_the_alarm_says() -> None:

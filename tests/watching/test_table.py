@@ -71,5 +71,11 @@ def test_a_wide_table_prints_what_fits_and_names_the_rest(monkeypatch: pytest.Mo
     assert all(name in repr(wide) for name in names)
 
 
+def test_a_long_table_says_how_many_rows_it_leaves_out() -> None:
+    rows = [{"head": head} for head in range(63)]
+    for count, said in ((60, "59"), (61, "(1 row in"), (62, "(2 rows in")):
+        assert Table(rows[:count]).text().splitlines()[-1].strip().startswith(said)
+
+
 def test_an_empty_table_says_so() -> None:
     assert repr(Table([])) == "(an empty table)"

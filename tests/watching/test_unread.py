@@ -189,11 +189,20 @@ def test_logits_are_not_held_longer_than_needed() -> None:
 
 
 def test_a_model_of_which_nothing_is_read_is_an_error_with_the_reason() -> None:
-    model = Written(UNREADABLE["windows"])
-    refused = pytest.raises(ValueError, match="no attention could be read in this Written; the mo")
-    with pytest.warns(UserWarning, match="the attention of 1 module"), refused:  # noqa: SIM117
-        with hw.watch(model):
+    model, said = (
+        Written(UNREADABLE["windows"]),
+        "no attention could be read in this Written; the mo",
+    )
+
+    def watched() -> None:
+        with hw.watch(model, effects=True) as seen:
             model(torch.randn(B, N, H * D))
+            with pytest.raises(ValueError, match=said):
+                seen.edges()
+
+    with pytest.warns(UserWarning, match="the attention of 1 module"):  # noqa: SIM117
+        with pytest.raises(ValueError, match=said):
+            watched()
 
 
 def test_softmaxes_that_are_no_attention_are_not_reported() -> None:
@@ -208,7 +217,9 @@ def test_softmaxes_that_are_no_attention_are_not_reported() -> None:
             p = x[..., :3].softmax(-1)
             gated = (p[..., None] * experts).sum(2) + torch.einsum("bne,bned->bnd", p, experts)
             pooled = (x[..., :1].softmax(1) * x).sum(1)
-            return gated + pooled[:, None]
+            heads = x.unflatten(-1, (H, D)).transpose(1, 2)
+            alone = (heads[..., :1].softmax(-1) * heads).sum(-1)  # over one key
+            return gated + pooled[:, None] + alone.sum()
 
     model = Pair(nn.Sequential(nn.Softmax(-1), Gates()))
     with hw.watch(model) as seen:
@@ -277,7 +288,7 @@ def test_whatever_goes_wrong_a_training_goes_on(
         monkeypatch.setattr("headwise.watching.runs.run_writer.write_map", broken)
     watch = hw.watch(model, alarms=[Broken()] if target == "rule" else False)
     if target == "heads":
-        monkeypatch.setattr("headwise.watching.training_steps.head_rows", broken)
+        monkeypatch.setattr("headwise.watching.training_steps.HeadRows", broken)
     unread = dict.fromkeys(("recorder", "board", "statistics"), "2 modules")
     failing = {**unread, "heads": "ending a step failed"}
     quiet = target not in failing
@@ -385,6 +396,7 @@ def reference(
         j = torch.arange(k.shape[2])
         seen = (j <= i) if causal else torch.ones_like(j <= i)
         seen = seen & (j >= i - window[0]) if window[0] >= 0 else seen
+        seen = seen & (j <= i + window[1]) if window[1] >= 0 else seen
         s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
         s = (s * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(~seen, -torch.inf)
         out = s.softmax(-1) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -413,6 +425,7 @@ FLASH: dict[str, tuple[Callable[..., Tensor], Any]] = {
         lambda f, q, k, v: f.flash_attn_func(q, k, v, 0.0, None, True, (2, 0)),
         hw.mask.causal() & hw.mask.window(2),
     ),
+    "none behind": (lambda f, *x: f.flash_attn_func(*x, window_size=(-1, 0)), hw.mask.causal()),
     "qkvpacked": (lambda f, *x: f.flash_attn_qkvpacked_func(torch.stack(x, 2)), None),
     "kvpacked": (lambda f, q, *x: f.flash_attn_kvpacked_func(q, torch.stack(x, 2)), None),
     "varlen": (

@@ -219,6 +219,8 @@ def test_what_went_wrong_is_said(model: GPT, ids: Tensor) -> None:
     model(ids)  # nobody looks any more
     with pytest.raises(ValueError, match="there is no layer 0; there are none yet"):
         seen.map(0, 0)
+    with pytest.raises(ValueError, match="nothing was seen of this GPT: it did not run while it"):
+        seen.heads()
     said, own = "no attention was found in this Own", Own()
     with pytest.raises(ValueError, match=said), hw.watch(own):
         own(torch.zeros(1, 3))

@@ -8,8 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headwise.costs import DEVICES, THIS, Architecture, Scenario, Sketch, find_device
-from headwise.costs import read_architecture as read
+from headwise.costs import (
+    DEVICES,
+    THIS,
+    Architecture,
+    Scenario,
+    Sketch,
+    find_device,
+    read_architecture,
+)
 from headwise.messages import Sentence, say
 from headwise.models.trained import (
     ASSETS,
@@ -35,7 +42,7 @@ class Model:
     @classmethod
     def drawn(cls, sketch: Sketch) -> Model:
         """The model of a sketch."""
-        return cls(sketch.name, read(sketch.config()), sketch)
+        return cls(sketch.name, read_architecture(sketch.config()), sketch)
 
     def with_heads(self, heads: int) -> Model:
         """The same sketch with another number of heads, each of them narrower or wider."""
@@ -116,8 +123,8 @@ def read_model(name: str) -> Model:
     if name in built_in() or holds_trained_model(folder):
         settings = Run(folder).settings()
         config = CONFIGS[settings["task"]].from_dict(settings["model"])
-        return Model(name, read(config))
-    return Model(name, read(name))
+        return Model(name, read_architecture(config))
+    return Model(name, read_architecture(name))
 
 
 def parsed_size(what: str, written: str, kilo: int = 1000) -> int:

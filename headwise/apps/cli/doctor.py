@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -259,6 +260,10 @@ def doctor(
         bool,
         typer.Option("--tune", help="Measure the GPU kernels' block shapes and keep the fastest."),
     ] = False,
+    warm: Annotated[
+        bool,
+        typer.Option("--warm", help="Compile the GPU kernels of common calls, which are kept."),
+    ] = False,
 ) -> None:
     """Check this machine: versions, devices, engines, and known problems with their cures.
 
@@ -269,9 +274,14 @@ def doctor(
     headwise doctor --json > machine.json
 
     headwise doctor --tune
+
+    headwise doctor --warm
     """
     if tune:
         tune_kernels(as_json)
+    if warm:
+        warm_kernels(as_json)
+    if tune or warm:
         return
     facts = gather()
     if as_json:
@@ -294,11 +304,33 @@ def doctor(
         item(console, "none", "no known problem", "green")
 
 
-def tune_kernels(as_json: bool) -> None:
-    """Measure the block shapes of each kernel, print the gains, and keep the fastest."""
+def need_gpu(option: str) -> None:
+    """Raise SystemExit if the kernels of a GPU can't run here."""
     reason = engines()["triton"] if torch.cuda.is_available() else "there is none here"
     if reason is not None:
-        raise SystemExit(f"headwise doctor --tune needs an NVIDIA GPU: {reason}")
+        raise SystemExit(f"headwise doctor {option} needs an NVIDIA GPU: {reason}")
+
+
+def warm_kernels(as_json: bool) -> None:
+    """Compile the kernels of common calls, and say what is done."""
+    need_gpu("--warm")
+    from headwise.apps.cli import warming
+
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in warming.warm()])
+        return
+    console, start, count = Console(), time.monotonic(), len(warming.kinds())
+    section(console, f"kernels of common calls on {torch.cuda.get_device_name()}")
+    for number, one in enumerate(warming.warm(), 1):
+        said = f"{one.seconds:.1f} s" if one.error is None else one.error
+        item(console, f"{number}/{count}", one.calls, "" if one.error is None else "yellow", said)
+    seconds = time.monotonic() - start
+    item(console, "done", f"in {seconds:.0f} s; Triton keeps what it compiled on disk", "green")
+
+
+def tune_kernels(as_json: bool) -> None:
+    """Measure the block shapes of each kernel, print the gains, and keep the fastest."""
+    need_gpu("--tune")
     from headwise.engines.triton import tuning
 
     console, device = Console(), torch.device("cuda", torch.cuda.current_device())

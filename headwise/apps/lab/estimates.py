@@ -51,11 +51,13 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 class Line(NamedTuple):
-    """The exponent p of y ≈ c·x^p and its 95 % interval."""
+    """The exponent p of y ≈ c·x^p, its 95 % interval, standard error and degrees of freedom."""
 
     power: float
     low: float
     high: float
+    error: float = 0.0
+    freedom: float = math.inf
 
     @property
     def said(self) -> Sentence:
@@ -66,6 +68,10 @@ class Line(NamedTuple):
             **self._asdict(),
         )
 
+    def shows(self, true: float) -> float:
+        """How often so many points, with this scatter, show a true exponent of this size."""
+        return Difference(true, self.low, self.high, self.error, self.freedom).power(true)
+
 
 def fitted(x: Sequence[float], y: Sequence[float]) -> Line:
     """The exponent of a power law by least squares on logarithms, with Student's interval.
@@ -74,9 +80,9 @@ def fitted(x: Sequence[float], y: Sequence[float]) -> Line:
     1.99 (95 % interval 1.88 to 2.10)
     """
     found = _student().linregress([math.log(each) for each in x], [math.log(each) for each in y])
-    half = float(_student().t.ppf(1 - LEVEL / 2, len(x) - 2) * found.stderr)
-    power = float(found.slope)
-    return Line(power, power - half, power + half)
+    power, error = float(found.slope), float(found.stderr)
+    half = float(_student().t.ppf(1 - LEVEL / 2, len(x) - 2)) * error
+    return Line(power, power - half, power + half, error, len(x) - 2.0)
 
 
 class Difference(NamedTuple):

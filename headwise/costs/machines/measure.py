@@ -146,7 +146,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Report = Callable[[str, float], None]
 
 
-def measure(
+def measure_device(
     where: torch.device,
     dtypes: Sequence[str] | None = None,
     report: Report = lambda stage, done: None,
@@ -186,7 +186,7 @@ def measure(
     )
 
 
-def about_now() -> dict[str, Any]:
+def about_this_machine() -> dict[str, Any]:
     """The date and the versions that belong to a measurement."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

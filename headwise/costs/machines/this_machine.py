@@ -26,10 +26,10 @@ THIS = {"this": None, "this:cpu": "cpu", "this:cuda": "cuda"}
 """Names of this machine's devices: the GPU if there is one, or one of the two."""
 
 
-def find(name: str | Device) -> Device:
+def find_device(name: str | Device) -> Device:
     """The device of this name: `this` machine, if it was measured, or one of the table.
 
-    >>> find("h200").bandwidth
+    >>> find_device("h200").bandwidth
     4800000000000.0
     """
     if isinstance(name, Device):
@@ -37,13 +37,13 @@ def find(name: str | Device) -> Device:
     wanted = name.strip().lower()
     if wanted not in THIS:
         return hardware.device(name)
-    found = load(present(THIS[wanted]))
+    found = load(present_device(THIS[wanted]))
     if found is None:
         raise ValueError(say("this machine was not measured; run headwise cost --measure"))
     return found
 
 
-def present(kind: str | None = None) -> torch.device:
+def present_device(kind: str | None = None) -> torch.device:
     """The device of this machine: the GPU if there is one, unless `kind` names another."""
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -89,7 +89,7 @@ def file_of(where: torch.device) -> Path:
     return cache_folder() / "machines" / f"{slug}.json"
 
 
-def save(found: Device, where: torch.device, about: Mapping[str, Any]) -> Path:
+def save_device(found: Device, where: torch.device, about: Mapping[str, Any]) -> Path:
     """Keep measurements, with the versions that they were made with, for the name `this`."""
     path = file_of(where)
     path.parent.mkdir(parents=True, exist_ok=True)

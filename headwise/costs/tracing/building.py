@@ -4,16 +4,66 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise import models
 from headwise.costs.tracing import kernels
 from headwise.messages import say
+from headwise.models.config import Config
+
+DEPTHS = (
+    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
+    "num_decoder_layers", "layers",
+)  # fmt: skip
+MOST_LAYERS = 1_000
+BUILT: dict[type[Config], Callable[[Any], nn.Module]] = {
+    models.GPTConfig: models.GPT,
+    models.FixedGPTConfig: models.FixedGPT,
+    models.BertConfig: models.Bert,
+    models.ViTConfig: models.ViT,
+    models.TransformerConfig: models.Transformer,
+    models.ConvConfig: models.Conv,
+    models.LSTMConfig: models.LSTM,
+}
 
 LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+def check_depth(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for more layers than can be described one by one."""
+    for name in DEPTHS:
+        layers = given.get(name)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise ValueError(
+                say("{kind!r} has {layers:,} layers; at most {most:,} are counted",
+                    kind=str(given.get("model_type", "?")), layers=layers, most=MOST_LAYERS)
+            )  # fmt: skip
+        if isinstance(layers, int) and layers < 0:
+            raise ValueError(
+                say("{kind!r} has {name}={value!r}; it must be a positive integer",
+                    kind=str(given.get("model_type", "?")), name=name, value=layers)
+            )  # fmt: skip
+
+
+def build_own(config: Config) -> nn.Module:
+    """The model of headwise that a configuration describes, without its numbers."""
+    depths = {f"{place}layers" for place in ("", "encoder_", "decoder_")}
+    check_depth({"model_type": type(config).__name__.removesuffix("Config"),
+                 **{name: getattr(config, name, None) for name in depths}})  # fmt: skip
+    try:
+        with torch.device("meta"):
+            return BUILT[type(config)](config)
+    except (RuntimeError, OverflowError, TypeError) as error:  # torch refuses such sizes
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            say("{config} has sizes that no tensor has: {reason}", config=repr(config)[:200],
+                reason=reason)
+        ) from None  # fmt: skip
 
 
 def build(config: Any) -> nn.Module:
@@ -56,7 +106,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 def traceable(model: nn.Module) -> nn.Module:
     """Let the functions of this package stand in for a model's attention, masks and experts."""
-    if "transformers" in sys.modules:
+    if sys.modules.get("transformers") is not None:
         kernels.register()
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -80,16 +130,19 @@ def model_class(config: Any) -> type[nn.Module]:
     transformers: Any = import_module("transformers")
     listed = getattr(config, "architectures", None)
     if listed:
-        return _named(transformers, config, listed)
+        return _class_listed(transformers, config, listed)
     kind = type(config)
     decodes = getattr(config, "is_decoder", False)
     order = ["MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"]
     if getattr(config, "is_encoder_decoder", False):
         order = ["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING"]
-    elif not decodes and _of(transformers, "MODEL_FOR_MASKED_LM_MAPPING", kind) is not None:
+    elif (
+        not decodes
+        and _class_in_mapping(transformers, "MODEL_FOR_MASKED_LM_MAPPING", kind) is not None
+    ):
         order = []
     for name in (*order, "MODEL_MAPPING"):
-        found = _of(transformers, name, kind)
+        found = _class_in_mapping(transformers, name, kind)
         if found is not None:
             return found
     raise ValueError(
@@ -98,7 +151,7 @@ def model_class(config: Any) -> type[nn.Module]:
     )  # fmt: skip
 
 
-def _of(transformers: Any, mapping: str, kind: type) -> type[nn.Module] | None:
+def _class_in_mapping(transformers: Any, mapping: str, kind: type) -> type[nn.Module] | None:
     try:
         found = getattr(transformers, mapping).get(kind, None)
     except Exception:  # a model that needs a package that is not there
@@ -108,7 +161,7 @@ def _of(transformers: Any, mapping: str, kind: type) -> type[nn.Module] | None:
     return found if isinstance(found, type) else None
 
 
-def _named(transformers: Any, config: Any, listed: Any) -> type[nn.Module]:
+def _class_listed(transformers: Any, config: Any, listed: Any) -> type[nn.Module]:
     if not isinstance(listed, list | tuple) or not isinstance(listed[0], str):
         raise ValueError(
             say("architectures={listed!r} must be a list of class names", listed=listed)
@@ -137,8 +190,3 @@ def without_numbers(given: Any) -> Any:
     if not isinstance(given, Tensor):
         return given
     return torch.empty_like(given, device="meta", requires_grad=given.requires_grad)
-
-
-def weights_of(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers."""
-    return [*model.parameters(), *model.buffers()]

@@ -16,6 +16,7 @@ from headwise.costs.tape import Tape
 from headwise.costs.tracing.layers import LayerList
 from headwise.costs.tracing.naming import SizeNames, checked
 from headwise.costs.tracing.recorder import storage_id
+from headwise.costs.workload import Workload
 from headwise.messages import say
 
 TEXT = ("input_ids",)
@@ -47,24 +48,24 @@ def inputs_of(
     """Arguments of a forward of so many sequences and tokens; ValueError if they can't be told."""
     config: Any = model.config
     name = main_name(model)
-    taken = inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
     pair = is_pair(model)
     length = (context or tokens) if pair else tokens
     given: dict[str, Any] = {name: _main(config, name, batch, length, dtype)}
     if pair:
         given["decoder_input_ids"] = ids(batch, tokens)
-    if extras.mask and name in TEXT and "attention_mask" in taken:
+    if extras.mask and name in TEXT and "attention_mask" in parameters:
         given["attention_mask"] = ids(batch, length if pair else keys)
-    if extras.image and name in TEXT and "pixel_values" in taken:
+    if extras.image and name in TEXT and "pixel_values" in parameters:
         given["pixel_values"] = _main(config, "pixel_values", batch, tokens, dtype)
     return given
 
 
 def is_pair(model: nn.Module) -> bool:
     """True for an encoder with a decoder, each with a sequence of its own."""
-    taken = inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(type(model).forward).parameters
     both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    return both and "decoder_input_ids" in taken
+    return both and "decoder_input_ids" in parameters
 
 
 def main_name(model: nn.Module) -> str:
@@ -162,11 +163,14 @@ def _count(tape: Tape, names: SizeNames, cache: Any, numbers: set[int]) -> None:
         for number in numbers & set(range(len(half))):
             pair = keys_and_values(half[number])
             if pair is not None:
-                found["keys and values", stored(names, tape, *pair)] += 1
+                shared = storage_id(pair[0]) == storage_id(pair[1])  # one vector serves as both
+                width = 0 if shared else pair[1].shape[3]
+                size = stored(names, tape.work, pair[0].shape, width, pair[0].shape[2])
+                found["keys and values", size] += 1
                 if layout.page is not None:
                     table = pair[0].shape[0] * layout.table(pair[0].shape[2])
                     found["page table", formula(table)] += 1
-            for name, x in others(half[number]):
+            for name, x in other_tensors(half[number]):
                 if name in GROWING:
                     found[name.replace("_", " "), formula(x.numel() * x.element_size())] += 1
                 else:
@@ -177,22 +181,25 @@ def _count(tape: Tape, names: SizeNames, cache: Any, numbers: set[int]) -> None:
         tape.state("state", formula(kept))
 
 
-def stored(names: SizeNames, tape: Tape, keys: Tensor, values: Tensor) -> Formula:
-    """The bytes of a layer's keys and values (B, G, T, D)."""
-    layout, tokens = tape.work.cache, names.tokens
-    entries, heads, length, width = keys.shape
-    shared = storage_id(keys) == storage_id(values)  # one vector serves as both
-    vectors = layout.vector(width) + (0 if shared else layout.vector(values.shape[3]))
+def stored(
+    names: SizeNames, work: Workload, shape: torch.Size, value_width: int, length: int
+) -> Formula:
+    """The bytes of keys (B, G, T, D) and their values in a cache of so many tokens.
+
+    Without a width of values, one vector serves as both.
+    """
+    layout, tokens = work.cache, names.tokens
+    entries, heads, width = shape[0], shape[1], shape[3]
+    vectors = layout.vector(width) + (layout.vector(value_width) if value_width else 0)
     count = int(entries * layout.room(length) * heads * vectors)
     if layout.room(length) != tokens.keys or layout.scale_bits:
         return formula(count)
     h = names.widths.get("h")
     whole = names.width(heads * width) if heads * width == h else (
         names.width(heads) * names.width(width))  # fmt: skip
-    alike = values.shape[3] == width
-    if not alike:
-        whole = names.width(heads) * (names.width(width) + names.width(values.shape[3]))
-    copies = 2 if alike and not shared else 1
+    if value_width not in (0, width):
+        whole = names.width(heads) * (names.width(width) + names.width(value_width))
+    copies = 2 if value_width == width else 1
     return checked(tokens.b * tokens.t * whole * (copies * layout.vector(1)), count)
 
 
@@ -226,7 +233,7 @@ def tensors_of(cache: Any) -> Iterator[Tensor]:
             yield from tensors_of(each)
 
 
-def others(layer: Any) -> Iterator[tuple[str, Tensor]]:
+def other_tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
     """What a layer of a cache keeps beside keys and values, by name, without its counters."""
     for name, found in vars(layer).items():
         if name in ("keys", "values") and keys_and_values(layer) is not None:

@@ -11,26 +11,24 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from fractions import Fraction
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headwise import api
 from headwise import mask as masks
-from headwise.bias import parts_of
 from headwise.core.intervals import Mask
 from headwise.core.mask_rules import by_rows, simple_mask
 from headwise.core.patterns import Causal
-from headwise.costs.attending import pairs_of_a_rank
-from headwise.costs.kernel import AttentionShape
-from headwise.costs.tally import again
+from headwise.costs.kernel import Kernel
+from headwise.costs.tracing.attention_calls import fused, headwise_attention
 from headwise.costs.tracing.recorder import Recorder, storage_id
 from headwise.messages import say
-from headwise.score import Dot, Score, rewrite
 
 NAME = "headwise_cost"
 ANSWERED = 1 << 26  # pairs that an unknown rule is asked about at most
@@ -130,7 +128,7 @@ def attend(
         found = masks.causal() if queries == keys else masks.causal(0)
     if recorder.work.fused and dropout and recorder.work.device == "cpu" and module.training:
         plain = isinstance(found, Causal) and queries == keys
-        made = stepped(
+        made = sdpa_in_steps(
             recorder, found, query, key, value, None if plain else attention_mask, dropout, plain,
             scale=options.get("scaling"), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
@@ -138,7 +136,7 @@ def attend(
     if not recorder.work.fused:
         again_later = recorder.work.recompute == "attention"
         with recorder.recomputed((query, key, value)) if again_later else nullcontext():
-            return step_by_step(
+            return model_in_steps(
                 recorder, module, (query, key, value), attention_mask, found, dropout,
                 softcap=softcap, s_aux=s_aux, position_bias=position_bias, **options,
             ), None  # fmt: skip
@@ -167,8 +165,9 @@ def sdpa(
         found = recorder.mask_of(attn_mask)
     elif is_causal:
         found = masks.causal() if query.shape[-2] == key.shape[-2] else masks.causal(0)
+    found = recorder.narrowed(found)
     if not recorder.work.fused or (dropout_p and recorder.work.device == "cpu"):
-        return stepped(recorder, found, query, key, value, attn_mask, dropout_p, is_causal,
+        return sdpa_in_steps(recorder, found, query, key, value, attn_mask, dropout_p, is_causal,
                        scale=scale, enable_gqa=enable_gqa)  # fmt: skip
     if query.ndim == 3:
         heads = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -176,12 +175,20 @@ def sdpa(
     return fused(recorder, query, key, value, found)
 
 
-def stepped(
+def sdpa_in_steps(
     recorder: Recorder, found: Mask | None, query: Tensor, key: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
     """PyTorch's own steps: what it does on the meta device, and on a CPU with dropout."""
     with recorder.under([(found, query.shape[-2], key.shape[-2])]), torch._C.DisableTorchFunction():
         return SDPA(query, key, *rest, **options)
+
+
+MULTI_HEAD = F.multi_head_attention_forward
+MULTI_HEAD_INSIDE: Any = FunctionType(
+    MULTI_HEAD.__code__, {**vars(F), "has_torch_function": lambda tensors: False},
+    argdefs=MULTI_HEAD.__defaults__,
+)  # fmt: skip
+"""The same code, which a mode hears inside: the function hands itself over to a mode as a whole."""
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -192,95 +199,36 @@ class AttentionCalls(TorchFunctionMode):
         if func is api.attention:
             q = args[0] if args else kwargs["q"]
             if q.is_meta and q.ndim == 4:
-                return headwise_attention(*args, **kwargs)
+                return headwise_attention(_recorders[-1], *args, **kwargs)
+        if func is MULTI_HEAD:
+            with self:
+                return MULTI_HEAD_INSIDE(*args, **kwargs)
+        if func is F.rms_norm and _recorders[-1].work.device == "cuda":
+            return RootMeanSquare.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         return (sdpa if func is SDPA else func)(*args, **kwargs)
 
 
-def headwise_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, score: Score | None = None, mask: Mask | None = None,
-    bias: Any = None, softcap: float | None = None, sinks: Tensor | None = None,
-    dropout: Any = 0.0, engine: str = "auto",
-) -> Tensor:  # fmt: skip
-    """`hw.attention` on one of its fused engines."""
-    recorder = _recorders[-1]
-    if not recorder.work.fused:
-        raise ValueError(
-            say("hw.attention in a traced module is one kernel; leave out fused=False")
-        )
-    met = rewrite(Dot() if score is None else score, q, k)
-    return fused(recorder, met.q, met.k, v, mask, parts_of(bias)[1], sinks,
-                 softcap=bool(softcap), additive=met.additive is not None)  # fmt: skip
-
-
-def fused(
-    recorder: Recorder,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    found: Mask | None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    softcap: bool = False,
-    additive: bool = False,
-) -> Tensor:
-    """One kernel, counted under its mask."""
-    made: Tensor = Fused.apply(q, k, v, bias, sinks)  # type: ignore[no-untyped-call]
-    count_attention(recorder, q, k, v, found, softcap, additive)
-    return made
-
-
-class Fused(torch.autograd.Function):
-    """A fused kernel: it saves its inputs, its output and the lse of every row."""
+class RootMeanSquare(torch.autograd.Function):
+    """RMSNorm as one kernel, which saves its input and a float32 number per row."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Any = None, eps: Any = None) -> Tensor:
         recorder = _recorders[-1]
         with recorder.muted():
-            out = torch.empty_like(q)  # laid out as its queries
-            if v.shape[-1] != q.shape[-1]:
-                out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
-            if recorder.work.recompute == "attention":
-                ctx.save_for_backward(q, k, v)
-                return out
-            lse = q.new_empty(q.shape[:3], dtype=torch.float64 if recorder.work.wide == 8 else
-                              torch.float32)  # fmt: skip
-            others = [x for x in (bias, sinks) if isinstance(x, Tensor)]
-            ctx.save_for_backward(q, k, v, out, lse, *others)
+            wide = torch.float64 if recorder.work.wide == 8 else torch.float32
+            ctx.save_for_backward(x, x.new_empty(x.shape[: -len(shape)], dtype=wide))
+            out = torch.empty_like(x)
+        bytes_each = x.numel() * x.element_size()
+        recorder.tape.run(Kernel("rms_norm", "norm", 0, bytes_each, bytes_each))
+        recorder.tape.run(Kernel("rms_norm", "norm", 0, 2 * bytes_each, bytes_each), True)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, None, None, None
+        return None, None, None, None
 
 
-def count_attention(
-    recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, found: Mask | None, softcap: bool,
-    additive: bool = False,
-) -> None:  # fmt: skip
-    """The kernels of a fused call, and the formula of its FLOPs."""
-    tape, work, tokens = recorder.tape, recorder.work, recorder.names.tokens
-    heads, kv_heads = q.shape[1], k.shape[1]
-    place = recorder.place(heads, q.shape[2], k.shape[2])
-    place = replace(place, batch=q.shape[0])
-    pairs = pairs_of_a_rank(found, place, tokens, work)
-    shape = AttentionShape(
-        q.shape[0], heads, kv_heads, place.queries, place.keys, q.shape[3], v.shape[3],
-        pairs.visible, pairs.executed, found, softcap, additive,
-    )  # fmt: skip
-    read = None
-    if tokens.cached:
-        vectors = work.cache.vector(k.shape[3]) + work.cache.vector(v.shape[3])
-        read = int(pairs.touched * kv_heads * vectors)
-    else:
-        read = pairs.touched * kv_heads * (k.shape[3] + v.shape[3]) * work.element
-    tape.attention(shape, "attention", 0, read)
-    if work.recompute == "attention":
-        tape.current.backward.append(again(tape.current.forward[-1]))
-    recorder.flops_of_pairs(shape, found, pairs)
-
-
-def step_by_step(
+def model_in_steps(
     recorder: Recorder,
     module: nn.Module,
     given: tuple[Tensor, Tensor, Tensor],

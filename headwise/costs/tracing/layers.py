@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from headwise.costs.tally import CountedPart, again, tree
+from headwise.costs.tally import CountedPart, recomputed_kernel, tree
 from headwise.costs.tracing.recorder import Home, LayerCall, Recorder, storage_id
 
 INDEX = {"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "block_idx", "index"}
@@ -84,7 +84,7 @@ class LayerList:
         self.ran[path] = self.kinds[key]
         return out
 
-    def again(self, path: str) -> None:
+    def run_again(self, path: str) -> None:
         """A layer that ran runs once more, which is counted into its part."""
         known = self.ran[path]
         if known.call.part.copies > 1:
@@ -108,7 +108,8 @@ class LayerList:
     ) -> Any:
         recorder = self.recorder
         call = LayerCall(part, self._parent(), path)
-        ran = {id(node): len(node.forward) for node in tree(part)}
+        whole = recorder.tape.root  # a layer may run modules that lie elsewhere
+        ran = {id(node): len(node.forward) for node in tree(whole)}
         outermost = call.parent is None
         if outermost and recorder.work.recompute == "layers":
             for leaf in leaves:
@@ -120,8 +121,10 @@ class LayerList:
             out = forward(*args, **kwargs)
         recorder.calls.pop()
         if outermost and recorder.work.recompute == "layers":
-            for node in tree(part):
-                node.backward += [again(x) for x in node.forward[ran.get(id(node), 0) :]]
+            for node in tree(whole):
+                node.backward += [
+                    recomputed_kernel(x) for x in node.forward[ran.get(id(node), 0) :]
+                ]
         outputs, spec = tree_flatten(out)
         sources = {
             storage_id(leaf): place
@@ -213,7 +216,7 @@ def described(leaves: list[Any], recorder: Recorder) -> tuple[Any, ...]:
 def structure_of(module: nn.Module, owned: set[int]) -> Structure:
     """What makes layers equal; `owned` are the parameters that belong to earlier modules."""
     flags = tuple(
-        (name, plain(value))
+        (name, comparable(value))
         for name, value in sorted(module.__dict__.items())
         if name not in INDEX and name not in WITHOUT
     )
@@ -225,18 +228,18 @@ def structure_of(module: nn.Module, owned: set[int]) -> Structure:
     return (type(module), flags, parameters, children)
 
 
-def plain(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     """A flag, a size, several of them or a function, so that equal ones are equal; else its class.
 
-    >>> plain({"stride": [2, 2]}), plain(torch.zeros(3)) == plain(torch.ones(3))
+    >>> comparable({"stride": [2, 2]}), comparable(torch.zeros(3)) == comparable(torch.ones(3))
     ((('stride', (2, 2)),), True)
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return tuple(plain(each) for each in value)
+        return tuple(comparable(each) for each in value)
     if isinstance(value, dict):
-        return tuple((str(name), plain(each)) for name, each in value.items())
+        return tuple((str(name), comparable(each)) for name, each in value.items())
     if isinstance(value, Tensor):
         return tuple(value.shape)
     return getattr(value, "__qualname__", type(value))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headwise.costs.formula import Formula, formula, size
-from headwise.costs.letters import Tokens
+from headwise.costs.workload import Tokens
 
 LETTERS = {
     "h": ("hidden_size", "n_embd", "d_model", "dim"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from torch.utils.flop_counter import flop_registry
 
 from headwise.core.intervals import Mask
 from headwise.core.place import Place
-from headwise.costs.attending import count_pair_flops, pairs_of_a_head, pairs_of_a_rank
-from headwise.costs.formula import Line, formula
+from headwise.costs.formula import Formula, Line, formula
 from headwise.costs.kernel import AttentionShape, Kernel, Kind, MatmulShape
-from headwise.costs.letters import Letters
-from headwise.costs.tally import CountedPart, again
+from headwise.costs.pairs import count_pair_flops, pairs_of_a_head, pairs_of_a_rank
+from headwise.costs.tally import CountedPart, recomputed_kernel
 from headwise.costs.tape import Tape
 from headwise.costs.tracing.naming import SizeNames, checked
 from headwise.costs.visible import Pairs
@@ -37,7 +36,7 @@ SPECIAL = {
 }  # fmt: skip
 NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm")
 FREE = {"empty", "empty_strided", "new_empty", "empty_like", "detach", "alias", "lift_fresh",
-        "_local_scalar_dense", "new_empty_strided"}  # fmt: skip
+        "_local_scalar_dense", "new_empty_strided", "_unsafe_view"}  # fmt: skip
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
@@ -58,6 +57,13 @@ class Home:
 
     part: CountedPart
     call: LayerCall | None
+
+
+class OwnAttention(NamedTuple):
+    """An attention module of headwise or PyTorch that runs."""
+
+    across: bool  # its keys are of another sequence
+    caches: bool  # decoding keeps its keys and values
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,7 @@ class Recorder(TorchDispatchMode):
         self.touched: set[int] = set()  # storages that an operation has read
         self.used: dict[int, Fraction] = {}  # of experts: the share of a weight that a token uses
         self.hides_unknown = False  # a mask that could not be read: its pairs all count
+        self.attending: OwnAttention | None = None
 
     # operations
 
@@ -122,19 +129,21 @@ class Recorder(TorchDispatchMode):
             return
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if not any(x.is_meta for x in made):
+            return  # what counts pairs of a mask, and no part of the model
         written = sum(numbers(x) * x.element_size() for x in made)
         kind: Kind = "elementwise"
-        taken = sum(min(numbers(x), x.numel()) * x.element_size() for x in read)
+        bytes_read = sum(min(numbers(x), x.numel()) * x.element_size() for x in read)
         if name == "embedding" or name.startswith("index"):
-            kind, taken = "embedding", written
+            kind, bytes_read = "embedding", written
         elif name == "_softmax":
             kind = "softmax"
         elif name in NORMS:
             kind = "norm"
         special = sum(x.numel() for x in made) if name in SPECIAL else 0
-        self.tape.run(Kernel(name, kind, 0, taken, written, special))
+        self.tape.run(Kernel(name, kind, 0, bytes_read, written, special))
         if any(x.requires_grad for x in read) and torch.is_grad_enabled():
-            self.tape.run(Kernel(name, kind, 0, taken + written, taken), True)
+            self.tape.run(Kernel(name, kind, 0, bytes_read + written, bytes_read), True)
 
     def _product(self, name: str, flops: int, args: Any, out: Any) -> None:
         """A matrix product or a convolution, and the products of its backward."""
@@ -158,7 +167,8 @@ class Recorder(TorchDispatchMode):
         """`batch` products of (m, k) and (k, n), whose second factors are `weights` matrices."""
         tape, work, names = self.tape, self.work, self.names
         count = 2 * batch * m * n * k
-        share = self._visible(batch, m, n, k)
+        # A matrix that all tokens share is no product of pairs, whatever its sizes are.
+        share = self._visible(batch, m, n, k) if factors[0].ndim == 3 else None
         visible = count if share is None else count * share.visible // share.dense
         element = work.element
         sizes = [batch * m * k, (batch if weights is None else weights) * k * n, batch * m * n]
@@ -214,6 +224,13 @@ class Recorder(TorchDispatchMode):
         yield
         del self.seen_masks[len(self.seen_masks) - len(masks) :]
 
+    def narrowed(self, mask: Mask | None) -> Mask | None:
+        """The mask of a call, which that of the work narrows where a sequence sees itself."""
+        narrower = self.work.mask
+        if self.attending is None or self.attending.across or narrower is None:
+            return mask
+        return narrower if mask is None else mask & narrower
+
     def _visible(self, batch: int, m: int, n: int, k: int) -> MaskedProduct | None:
         """The pairs of a product of queries with keys, or of weights with values."""
         tokens = self.names.tokens
@@ -244,19 +261,18 @@ class Recorder(TorchDispatchMode):
     def place(self, heads: int, queries: int, keys: int) -> Place:
         """Where a call's queries and keys stand, of all ranks of context parallelism."""
         tokens = self.names.tokens
-        if self.work.ranks.cp > 1 and queries == keys:
+        across = self.attending is not None and self.attending.across
+        if self.work.ranks.cp > 1 and (queries == keys or across):
             keys = keys * self.work.ranks.cp
             return Place(tokens.batch, heads, queries, keys)
         return Place(tokens.batch, heads, queries, keys, offset=keys - queries)
 
-    def flops_of_pairs(self, shape: AttentionShape, mask: Mask | None, pairs: Pairs) -> None:
+    def flops_of_pairs(self, shape: AttentionShape, pairs: Pairs) -> None:
         """Record the formula of a fused call's FLOPs."""
-        width = self.names.widths.get("h", 1)
-        n = Letters.sized(width, shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim)
-        tokens = replace(self.names.tokens, queries=shape.queries, keys=shape.keys)
-        if self.work.ranks.cp > 1:
-            tokens = self.names.tokens
-        count_pair_flops(self.tape, n, shape.batch * shape.heads, mask, pairs, tokens)
+        tokens = self.names.tokens
+        if self.work.ranks.cp == 1:
+            tokens = replace(tokens, queries=shape.queries, keys=shape.keys)
+        count_pair_flops(self.tape, shape, self.names.widths.get("h", 1), pairs, tokens)
 
     # tensors that autograd saves
 
@@ -265,12 +281,22 @@ class Recorder(TorchDispatchMode):
         known = storage_id(x)
         for call in self.calls:
             call.asked.add(known)
-        if known in self.saved or self.held or (self.work.recompute == "layers" and self.calls):
+        if known in self.saved or self.recomputes:
             return x
         self.saved.add(known)
         self.kept.append(x.untyped_storage())
         self._credit(self.homes.get(known), self._line(x, known))
         return x
+
+    @property
+    def recomputes(self) -> bool:
+        """True inside of what the backward runs again, which saves nothing but its inputs."""
+        return self.held > 0 or (self.work.recompute == "layers" and bool(self.calls))
+
+    def keep(self, label: str, count: Formula) -> None:
+        """Save bytes that no tensor stands for."""
+        if not self.recomputes and self.work.recompute != "attention":
+            self.tape.keep(label, count)
 
     def _line(self, x: Tensor, known: int) -> Line:
         count = x.untyped_storage().nbytes() // x.element_size()
@@ -315,7 +341,7 @@ class Recorder(TorchDispatchMode):
         self.held += 1
         yield
         self.held -= 1
-        part.backward += [again(kernel) for kernel in part.forward[ran:]]
+        part.backward += [recomputed_kernel(kernel) for kernel in part.forward[ran:]]
 
     @contextmanager
     def muted(self) -> Iterator[None]:

@@ -1,9 +1,10 @@
-"""One rank's part of a traced model under tensor parallelism, by the plan of transformers."""
+"""One rank's part of a traced model under tensor parallelism."""
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 
 from headwise.costs.workload import share
 from headwise.messages import say
+from headwise.models import Bert, ViT
+from headwise.nn import AdditiveAttention, FixedAttention, MultiHeadAttention, swap_attention
+from headwise.nn.feed_forward import GatedFeedForward
 
 COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWS = ("rowwise", "packed_rowwise", "rowwise_split_input")
@@ -20,7 +24,10 @@ EXPERTS = {"up_proj": -2, "gate_up_proj": -2, "gate_proj": -2, "down_proj": -1}
 
 
 def sharded(model: nn.Module, ranks: int) -> nn.Module:
-    """A copy whose weights are those of one rank; ValueError if they do not divide."""
+    """A copy whose weights are those of one rank by the plan of transformers.
+
+    ValueError if they do not divide.
+    """
     config: Any = getattr(model, "config", None)
     plan = dict(getattr(model, "_tp_plan", None) or {})
     if not plan:
@@ -57,6 +64,64 @@ def sharded(model: nn.Module, ranks: int) -> nn.Module:
     if tied:
         out.weight = table.weight
     return made
+
+
+def own_rank(model: nn.Module, ranks: int) -> nn.Module:
+    """A copy of a module of headwise or PyTorch with one rank's heads, hidden and vocabulary."""
+    made = copy.deepcopy(model)
+    for module in made.modules():
+        module.__dict__.pop("forward", None)  # the original's, which counts for it
+    made = swap_attention(made)
+    for module in made.modules():
+        if isinstance(module, MultiHeadAttention | FixedAttention):
+            _cut_heads(module, ranks)
+        elif isinstance(module, AdditiveAttention):
+            share(say("attention with heads"), 1, ranks, "tp")
+        elif isinstance(module, GatedFeedForward):
+            _cut_hidden((module.gate, module.up), module.down, ranks)
+        elif isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            _cut_hidden((module.linear1,), module.linear2, ranks)
+        elif isinstance(module, nn.Sequential) and len(module) == 3:
+            _cut_hidden((module[0],), module[2], ranks)
+    tables = [getattr(made, name, None) for name in ("embedding", "target_embedding", "head")]
+    for each in [made] if isinstance(made, nn.Embedding) else tables:
+        if isinstance(each, nn.Embedding | nn.Linear) and not isinstance(made, ViT):
+            _cut(each, "weight", 0, ranks, uneven=True)
+    if isinstance(made, Bert):
+        _cut(made, "readout_bias", 0, ranks, uneven=True)
+    return made
+
+
+def _cut_heads(module: MultiHeadAttention | FixedAttention, ranks: int) -> None:
+    """Keep one rank's heads of an attention module."""
+    before, groups = module.heads, getattr(module, "kv_heads", module.heads)
+    if not isinstance(getattr(module, "query", module.value), nn.Linear):
+        raise ValueError(say("heads that are not projected can't be divided over ranks (tp)"))
+    module.heads = share(say("attention with heads"), before, ranks, "tp")
+    check_groups(groups, ranks)
+    for name in ("query", "key", "value"):
+        each = getattr(module, name, None)
+        if isinstance(each, nn.Linear):
+            _cut_linear(each, "colwise", min(groups, ranks) if name != "query" else ranks, ranks)
+    _cut_linear(module.out, "rowwise", ranks, ranks)
+    if isinstance(module, FixedAttention):
+        _cut(module, "logits", 0, ranks)
+        return
+    module.kv_heads = max(1, groups // ranks)
+    if module.sinks is not None:
+        _cut(module, "sinks", 0, ranks)
+    parts = [each for each in (module.score, module.position) if isinstance(each, nn.Module)]
+    for part in parts:
+        for name, weight in list(part.named_parameters()):
+            if before in weight.shape:
+                _cut(part, name, list(weight.shape).index(before), ranks)
+
+
+def _cut_hidden(ups: Sequence[nn.Module], down: nn.Module, ranks: int) -> None:
+    """Keep one rank's hidden entries of a feed-forward layer."""
+    for each in (*ups, down):
+        if isinstance(each, nn.Linear):
+            _cut_linear(each, "rowwise" if each is down else "colwise", ranks, ranks)
 
 
 def check_groups(groups: int, ranks: int) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
@@ -14,111 +13,23 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from headwise.costs.cost import Cost
-from headwise.costs.letters import Tokens
-from headwise.costs.tally import CountedPart
+from headwise.costs.formula import formula
 from headwise.costs.tape import Tape
 from headwise.costs.tracing import inputs, kernels
-from headwise.costs.tracing.building import weights_of
 from headwise.costs.tracing.inputs import cache_of, count_cache
 from headwise.costs.tracing.layers import LayerList, RunsAgainError, Structure, structure_of
 from headwise.costs.tracing.naming import SizeNames, field_of, text_config, widths_of
-from headwise.costs.tracing.recorder import Recorder, storage_id
-from headwise.costs.tracing.sharding import sharded
-from headwise.costs.walk import DEFAULT_LENGTH
-from headwise.costs.workload import Workload, share
+from headwise.costs.tracing.own_calls import ATTENTION, OwnCall, across
+from headwise.costs.tracing.part_tree import PartTree
+from headwise.costs.tracing.recorder import OwnAttention, Recorder, storage_id
+from headwise.costs.tracing.sharding import own_rank, sharded
+from headwise.costs.workload import Tokens, Workload, share
 from headwise.messages import Sentence, say
-
-ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
-
-class PartTree:
-    """Parts by the path of their module, made when they are first needed."""
-
-    def __init__(self, modules: Mapping[str, nn.Module], root: CountedPart) -> None:
-        self.modules, self.parts = modules, {"": root}
-
-    def at(self, path: str) -> CountedPart:
-        """The part of a module."""
-        if path not in self.parts:
-            made = self.parts[path] = CountedPart(path.rpartition(".")[2], 1)
-            above = path.rpartition(".")[0]
-            if isinstance(self.modules.get(above), nn.ModuleList):
-                made.name = f"{above.rpartition('.')[2]}.{made.name}"
-                above = above.rpartition(".")[0]
-            self.at(above).children.append(made)
-        return self.parts[path]
-
-    def above(self, part: CountedPart) -> CountedPart:
-        """The part around a part."""
-        return next(each for each in self.parts.values() if any(x is part for x in each.children))
-
-    def name_lists(self) -> None:
-        """Call the only kind of a list's layers by the name of the list."""
-        lists: dict[str, list[CountedPart]] = {}
-        for path, part in self.parts.items():
-            above = path.rpartition(".")[0]
-            if isinstance(self.modules.get(above), nn.ModuleList):
-                lists.setdefault(above, []).append(part)
-        for path, parts in lists.items():
-            if len(parts) == 1:
-                parts[0].name = path.rpartition(".")[2]
-
-    def count_weights(
-        self,
-        tape: Tape,
-        names: SizeNames,
-        repeats: set[str],
-        used: Mapping[int, Fraction],
-        config: Any,
-    ) -> None:
-        """Count parameters where they are first held; those of repeated layers with the first."""
-        held: set[int] = set()
-        usual = share_of_experts(config)
-        for path, module in self.modules.items():
-            repeated = _inside(path, repeats)
-            for name, weight in module.named_parameters(recurse=False):
-                if id(weight) in held:
-                    continue
-                held.add(id(weight))
-                if repeated:
-                    continue
-                share = usual if ".experts" in path and "shared" not in path else Fraction(1)
-                with tape.inside(self.at(path)):
-                    tape.weight(name, *names.weight(weight.shape), used=used.get(id(weight), share))
-
-    def idle(self, touched: set[int], repeats: set[str]) -> list[str]:
-        """Outermost modules, all of whose parameters no operation has read."""
-        found: list[str] = []
-        for path, module in self.modules.items():
-            if _inside(path, repeats) or any(path.startswith(f"{each}.") for each in found):
-                continue
-            weights = list(module.parameters())
-            if path and weights and not any(storage_id(each) in touched for each in weights):
-                found.append(path)
-        return found
-
-
-def share_of_experts(config: Any) -> Fraction:
-    """The share of the experts that a token uses, as the configuration has it."""
-    text = text_config(config)
-
-    def first(names: tuple[str, ...]) -> int:
-        return next((found for name in names if (found := field_of(text, name))), 0)
-
-    active, experts = first(ACTIVE), first(EXPERTS)
-    return Fraction(min(active, experts), experts) if active and experts else Fraction(1)
-
-
-def _inside(path: str, repeats: set[str]) -> bool:
-    """True for a repeated layer and everything in it."""
-    while path and path not in repeats:
-        path = path.rpartition(".")[0]
-    return bool(path)
-
+from headwise.nn.swap import TorchCall
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
           "fp16": torch.float16}  # fmt: skip
+DEFAULT_LENGTH = 4096
 REMEMBERED = 64  # costs of one model, by their work
 
 Given = tuple[Sequence[Any], Mapping[str, Any]]
@@ -128,23 +39,36 @@ class Pass:
     """One run of the model: who counts it, into which parts."""
 
     def __init__(self, model: TracedModel, tape: Tape, names: SizeNames) -> None:
-        self.recorder = Recorder(tape, names, weights_of(model.model))
+        self.recorder = Recorder(tape, names, model.numbers)
         self.layers = LayerList(self.recorder)
-        self.parts = PartTree(model.modules, tape.root)
+        self.parts = PartTree(model.modules, model.weights, tape.root)
 
 
 class TracedModel:
     """A model that is counted by what PyTorch does for it.
 
     `given` are the arguments of its forward; without them a model of transformers gets those of
-    its kind.
+    its kind, and a module of headwise or PyTorch those that `own` says.
     """
 
-    def __init__(self, name: str, model: nn.Module, given: Given | None = None) -> None:
-        self.name, self.model, self.given = name, model, given
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        given: Given | None = None,
+        own: OwnCall | None = None,
+    ) -> None:
+        self.name, self.model, self.given, self.own = name, model, given, own
         self.modules = dict(model.named_modules())
+        self.weights = {  # by the path of the module that holds them
+            path: held
+            for path, module in self.modules.items()
+            if (held := list(module.named_parameters(recurse=False)))
+        }
+        self.numbers: list[Tensor] = []  # its parameters and buffers
+        self.dtype: torch.dtype | None = None  # of its floating numbers now
         self.config: Any = getattr(model, "config", None)
-        self.pair = inputs.is_pair(model)
+        self.pair = inputs.is_pair(model) if own is None else own.pair
         self._pass: Pass | None = None
         self.extras: inputs.Extras | None = None  # what it needs, once that is known
         self._known: dict[Workload, Cost] = {}
@@ -176,12 +100,14 @@ class TracedModel:
     @property
     def own_length(self) -> bool:
         """True if every call has the same length, such as an image's."""
+        if self.own is not None:
+            return self.own.own_length
         return self.given is not None or (not self.pair and inputs.own_length(self.model))
 
     @functools.cached_property
     def longest(self) -> int | None:
         """The most tokens that it has positions for; None if any number has."""
-        return inputs.longest(self.model)
+        return inputs.longest(self.model) if self.own is None else self.own.longest
 
     @property
     def stated(self) -> int | None:
@@ -205,14 +131,23 @@ class TracedModel:
 
     def _rank(self, ranks: int) -> TracedModel:
         if ranks not in self._ranks:
-            self._ranks[ranks] = TracedModel(self.name, sharded(self.model, ranks), self.given)
+            if self.own is None:
+                self._ranks[ranks] = TracedModel(self.name, sharded(self.model, ranks), self.given)
+            else:
+                part = own_rank(self.model, ranks)
+                own = OwnCall(part, self.own.crosses)
+                self._ranks[ranks] = TracedModel(self.name, part, own=own)
         return self._ranks[ranks]
 
     def _counted(self, work: Workload) -> Cost:
         tokens = self._tokens(work)
-        self.model.to(DTYPES[work.dtype]).train()
+        if self.dtype != DTYPES[work.dtype]:
+            self.dtype = DTYPES[work.dtype]
+            self.model.to(self.dtype).train()
+            self.numbers = [*self.model.parameters(), *self.model.buffers()]
         reasons: list[ValueError] = []
-        tried = inputs.EXTRAS if self.given is None else inputs.EXTRAS[:1]
+        guessed = self.given is None and self.own is None
+        tried = inputs.EXTRAS if guessed else inputs.EXTRAS[:1]
         for extras in [self.extras] if self.extras else tried:
             try:
                 found = self._traced(work, tokens, extras)
@@ -227,39 +162,43 @@ class TracedModel:
         raise reasons[0]
 
     def _traced(self, work: Workload, tokens: Tokens, extras: inputs.Extras) -> Cost:
-        names = SizeNames(tokens, widths_of(self.config))
+        widths = widths_of(self.config) if self.own is None else self.own.widths
+        names = SizeNames(tokens, widths)
         tape = Tape(work, self.name)
-        args, kwargs = self._arguments(work, tokens, names, extras)
+        call = self._whole_call(work, tokens, names, extras)
         with self._recording(tape, names) as made:
             recorder = made.recorder
             with saved_tensors_hooks(recorder.pack, lambda x: x), recorder:
-                out = self._run(args, kwargs)
-        cached = cache_of(out)
+                out = self._run(functools.partial(self._root, made, call))
+        cached = cache_of(out) if self.own is None else None
         if cached is not None:
             count_cache(tape, names, cached[1], made.layers)
         elif not extras.cache and self.given is None and getattr(self.config, "use_cache", False):
             tape.leave_out(say("the cache, which transformers can't make for it"))
+        if self.own is not None and (state := self.own.state(tokens.batch)):
+            tape.state("state", formula(state * work.element))
         made.parts.count_weights(tape, names, made.layers.repeats, recorder.used, self.config)
         recorder.settle(made.parts.above)
         made.parts.name_lists()
         if recorder.hides_unknown:
             tape.leave_out(say("what a mask hides that could not be read: all its pairs count"))
         idle = made.parts.idle(recorder.touched, made.layers.repeats)
-        if idle and not (self.pair and tokens.cached):
+        runs = self.own is None or self.own.runs
+        if idle and runs and not (self.pair and tokens.cached):
             tape.leave_out(say("{parts}, which these inputs do not run", parts=", ".join(idle)))
         return tape.cost()
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, call: Callable[[], Any]) -> Any:
         """The model's outputs; ValueError with the reason if it can't be traced."""
         try:
-            return self.model(*args, **kwargs)
+            return call()
         except RunsAgainError:
             raise
         except Exception as error:
             message = " ".join(str(error).split())[:300] or type(error).__name__
             reason = say("{name} can't be traced without its numbers: {message}", name=self.name,
                          message=message)  # fmt: skip
-            if self.given is None:
+            if self.given is None and self.own is None:
                 reason = say("{reason}; if it needs other arguments, give them as inputs=",
                              reason=reason)  # fmt: skip
             raise ValueError(reason) from None
@@ -289,28 +228,33 @@ class TracedModel:
             share(say("a rank's length"), local, 2, say("two parts per rank"))
         return Tokens(batch, local, keys, asked, cached=keys > asked)
 
-    def _arguments(
+    def _whole_call(
         self, work: Workload, tokens: Tokens, names: SizeNames, extras: inputs.Extras
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments of the call, with a cache of the tokens before it."""
+    ) -> functools.partial[Any]:
+        """The call of the model, with a cache of the tokens before it."""
         dtype = DTYPES[work.dtype]
+        if self.own is not None:
+            length = work.context or tokens.keys
+            if self.pair:
+                length = share(say("a length"), length, work.ranks.cp, "cp")
+            return self.own.run(tokens, length, dtype)
         if self.given is not None:
             args, kwargs = self.given
-            return [in_dtype(x, dtype) for x in args], {k: in_dtype(x, dtype) for k, x in
-                                                        kwargs.items()}  # fmt: skip
+            named = {k: in_dtype(x, dtype) for k, x in kwargs.items()}
+            return functools.partial(self.model, *(in_dtype(x, dtype) for x in args), **named)
         context = work.context or work.keys or work.queries
         options = {"use_cache": extras.cache} if hasattr(self.config, "use_cache") else {}
         take = functools.partial(inputs.inputs_of, self.model, tokens.batch, context=context,
                                  dtype=dtype, extras=extras)  # fmt: skip
         if not tokens.cached:
-            return (), {**take(tokens.queries, tokens.keys), **options}
+            return functools.partial(self.model, **take(tokens.queries, tokens.keys), **options)
         with (
             self._recording(Tape(work, self.name), names) as first,
             torch.no_grad(),
             first.recorder,
         ):
             before = tokens.keys - tokens.queries
-            out = self._run((), {**take(before, before), **options})
+            out = self._run(functools.partial(self.model, **take(before, before), **options))
             cached, source = cache_of(out), getattr(out, "encoder_last_hidden_state", None)
             if cached is None or (self.pair and source is None):
                 raise ValueError(
@@ -321,7 +265,7 @@ class TracedModel:
         if self.pair:  # the encoder has run before
             del given[inputs.main_name(self.model)]
             given["encoder_outputs"] = encoded(source)
-        return (), given
+        return functools.partial(self.model, **given)
 
     @contextmanager
     def _recording(self, tape: Tape, names: SizeNames) -> Iterator[Pass]:
@@ -331,6 +275,16 @@ class TracedModel:
                 yield made
         finally:
             self._pass = None
+
+    def _root(self, made: Pass, call: functools.partial[Any]) -> Any:
+        """The outputs of a call of the whole; a module that is one layer runs as one."""
+        if self.own is None:
+            return call()
+        with self._attending(made.recorder, "", self.model, call.args, call.keywords):
+            if not self.own.is_layer or made.recorder.work.recompute != "layers":
+                return call()
+            root = functools.partial(made.parts.at, "")
+            return made.layers.run("", self.model, (), root, call.func, call.args, call.keywords)
 
     def _call(self, path: str, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         made = self._pass
@@ -346,13 +300,31 @@ class TracedModel:
             for call in recorder.calls:
                 call.strays = call.strays or not path.startswith(f"{call.path}.")
             if path in made.layers.ran:
-                made.layers.again(path)
+                made.layers.run_again(path)
             elif path in self._structures:
                 part = functools.partial(made.parts.at, path)
                 structure = self._structures[path]
                 return made.layers.run(path, module, structure, part, forward, args, kwargs)
-            with recorder.tape.inside(made.parts.at(path)):
+            with (
+                recorder.tape.inside(made.parts.at(path)),
+                self._attending(recorder, path, module, args, kwargs),
+            ):
                 return forward(*args, **kwargs)
+
+    @contextmanager
+    def _attending(
+        self, recorder: Recorder, path: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> Iterator[None]:
+        """Tell the recorder which attention of headwise or PyTorch runs."""
+        before = recorder.attending
+        if self.own is not None and isinstance(module, ATTENTION):
+            swapped = isinstance(self.modules.get(path.rpartition(".")[0]), TorchCall)
+            caches = self.own.caches(path) and not swapped
+            recorder.attending = OwnAttention(across(module, args, kwargs), caches)
+        try:
+            yield
+        finally:
+            recorder.attending = before
 
 
 def encoded(source: Any) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from headwise.costs.architecture import Architecture
 from headwise.costs.calculate import cost
 from headwise.costs.cost import Cost
 from headwise.costs.machines.hardware import Device
+from headwise.costs.tracing.traced_model import TracedModel
 from headwise.costs.workload import BITS, Recompute
 from headwise.messages import say
 
@@ -42,7 +42,7 @@ class Scenario:
     recompute: Recompute = None
     device: Device | None = None
 
-    def within(self, architecture: Architecture) -> Scenario:
+    def within(self, architecture: TracedModel) -> Scenario:
         """The same use with no more tokens than a model has positions for, or with its own."""
         if self.length is None or architecture.own_length:
             return replace(self, length=None)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.costs.architecture import Architecture
 from headwise.costs.calculate import unwrapped
+from headwise.costs.tracing.traced_model import TracedModel
 from headwise.costs.uses.utilisation import Utilisation
 
 DTYPES = {
@@ -30,6 +30,8 @@ CACHES = ("past_key_values", "cache", "caches")
 TARGETS = ("target", "decoder_input_ids", "decoder_inputs_embeds", "labels")
 PASSED_OVER = ("mask", "position", "type", "lengths", "labels", *TARGETS[1:])
 """Parts of the names of arguments that are not the sequence a model reads."""
+LOOK_AGAIN = 64
+"""The steps after which a model's parameters are listed anew."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,16 @@ class StepMeter:
         self._passes: Counter[ModelPass] = Counter()
         self._begun: Mark | None = None
         self._learned = False
+        self._parameters: list[Tensor] = list(model.parameters())
+        self._steps = 0
         self._known: dict[tuple[str, int], Utilisation | str] = {}  # or why it is not known
 
     def begin(self) -> None:
         """A step begins that is looked at."""
         self._passes, self._learned = Counter(), False
+        if self._steps % LOOK_AGAIN == 0:  # all of them are asked for in every step
+            self._parameters = list(self.model.parameters())
+        self._steps += 1
         self._begun = Mark.now(self._weight.device)
 
     def learn(self) -> None:
@@ -162,7 +169,7 @@ class StepMeter:
 
     def _used(self, dtype: str) -> Utilisation:
         """The utilisation of what learns now; ValueError, found out once, if it is not known."""
-        key = dtype, sum(each.requires_grad for each in self.model.parameters())
+        key = dtype, sum([each.requires_grad for each in self._parameters])
         if key not in self._known:
             try:
                 self._known[key] = Utilisation.of(self.model, self._weight.device, dtype)
@@ -183,7 +190,7 @@ class StepMeter:
 
     @property
     def _weight(self) -> Tensor:
-        return next(self.model.parameters(), torch.empty(0))
+        return self._parameters[0] if self._parameters else torch.empty(0)
 
 
 def _arguments(model: nn.Module) -> list[str]:
@@ -194,12 +201,12 @@ def _arguments(model: nn.Module) -> list[str]:
         return []
 
 
-def sizes_of(architecture: Architecture, given: Iterable[GivenShape]) -> dict[str, int]:
+def sizes_of(architecture: TracedModel, given: Iterable[GivenShape]) -> dict[str, int]:
     """The sizes of a pass as `hw.cost` takes them; ValueError if they can't be told.
 
-    >>> from headwise.costs.calculate import read
+    >>> from headwise.costs.calculate import read_architecture
     >>> from headwise.models import GPTConfig
-    >>> sizes_of(read(GPTConfig(50)), [GivenShape("tokens", (8, 128), False)])
+    >>> sizes_of(read_architecture(GPTConfig(50)), [GivenShape("tokens", (8, 128), False)])
     {'batch': 8, 'queries': 128}
     """
     named = {x.name: x for x in given}

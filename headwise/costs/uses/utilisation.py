@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.costs.architecture import Architecture
-from headwise.costs.calculate import cost, read
+from headwise.costs.calculate import cost, read_architecture
 from headwise.costs.machines import this_machine
+from headwise.costs.tracing.traced_model import TracedModel
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -25,7 +25,7 @@ class Utilisation:
     nothing that is computed again. Padding counts, as it is computed.
     """
 
-    architecture: Architecture
+    architecture: TracedModel
     peak: float
     dtype: str
     device: str
@@ -55,7 +55,7 @@ class Utilisation:
                 "headwise cost --measure measures it"
             )
         cost(model)  # ValueError if it is unknown, or not as it was built
-        return cls(read(model), count * peak[0], dtype, peak[1])
+        return cls(read_architecture(model), count * peak[0], dtype, peak[1])
 
     def add(self, sizes: Mapping[str, int], learning: bool = True, count: int = 1) -> None:
         """Add batches by their sizes: batch, queries and context, as `hw.cost` takes them.

@@ -137,4 +137,4 @@ class _Launch:
         q, wide = self.call.q, max(self.call.padded[0], tile_side(self.given.q.shape[-1]))
         itemsize = max(q.itemsize, self.given.q.itemsize)
         with on(q.device), launching("of an indexer's loss"):
-            fit("effects", wide, itemsize, card(q.device), launch)
+            fit("index", wide, itemsize, card(q.device), launch)

@@ -218,9 +218,15 @@ def _make_attention(original: Any, users: list[Listener]) -> Callable[..., Any]:
         return _watched(original, users, Listener.scaled_dot_product, _trace_scaled_dot_product)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            for listener in users:
+                if listener.listens:
+                    listener.note_attention()
+                    with listener.off():
+                        return listener.own(listener.frames[-1].name, q, k, v, **options)
+            return attention(q, k, v, **options)
         module = traced.traced_module()
-        # Without the compiler a listener hears it.
-        if not torch.compiler.is_compiling() or module is None or q.ndim != 4:
+        if module is None or q.ndim != 4:
             return attention(q, k, v, **options)
         call = Call(q, k, v, Options(**options))
         return traced.inside(module, call, _looks_elsewhere(module, call))

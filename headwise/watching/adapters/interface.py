@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise import mask as masks
 from headwise.core.intervals import Mask
 from headwise.core.mask_reading import PlacedIntervals, read_mask, split_mask, traced_mask
 from headwise.core.mask_rules import by_rows
 from headwise.core.options import Options
 from headwise.core.place import Place
 from headwise.nn.call import Call
-from headwise.score import Dot
 from headwise.watching.adapters.packed_sequences import by_lengths, by_positions
-from headwise.watching.adapters.scaled_dot_product import MaskMemo
+from headwise.watching.adapters.scaled_dot_product import MaskMemo, as_dot, band, known_band
 from headwise.watching.recorder.seen_call import Kind
 
 _FULL = ("eager", "flex_attention")
@@ -86,12 +84,13 @@ def to_call(
     if isinstance(position_bias, Tensor):
         bias = position_bias if bias is None else position_bias + bias
     sinks, scaling = given.option("s_aux"), given.option("scaling")
+    score = as_dot(None if scaling is None else float(scaling))
     return Call(
         q,
         k,
         v,
         Options(
-            Dot(None if scaling is None else float(scaling)),
+            score,
             mask,
             bias,
             given.option("softcap"),
@@ -201,12 +200,10 @@ def _flat(
     offset = k.shape[2] - q.shape[2] if isinstance(stands, bool) else stands
     if given.implementation == "sdpa":
         offset, width = 0 if causal else offset, None  # its mask would have had the window
-    mask: Mask | None = masks.causal(offset) if causal else None
     if given.implementation in _FULL:
         width = None
-    if width is not None:
-        reach = masks.window(width - 1, 0 if causal else width - 1, offset)
-        mask = reach if mask is None else mask & reach
+    banded = band if torch.compiler.is_compiling() else known_band
+    mask = banded(causal, offset, width)
     if given.mask is not None:
         if torch.compiler.is_compiling():
             raise ValueError("its padding (B, M) is a tensor, which compiled code can't look into")

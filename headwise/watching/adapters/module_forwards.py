@@ -77,21 +77,27 @@ def _make(original: Any, users: list[Follower]) -> Callable[..., Any]:
     def forward(self: nn.Module, *given: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             return traced.run(original, names, self, given, options)
-        return _followed(original, users, self, given, options)
+        key = id(self)
+        followers = [user for user in users if key in user.modules]
+        if len(followers) == 1:  # most modules, and every one of the model asks
+            (user,) = followers
+            try:
+                user.enter(self, given, options)
+                return original(self, *given, **options)
+            finally:
+                user.leave(self)
+        return _followed(original, followers, self, given, options)
 
     return forward
 
 
 def _followed(
     original: Callable[..., Any],
-    users: list[Follower],
+    followers: list[Follower],
     module: nn.Module,
     given: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:
-    followers = [user for user in users if id(module) in user.modules]
-    if not followers:
-        return original(module, *given, **options)
     entered: list[Follower] = []
     try:
         for user in followers:

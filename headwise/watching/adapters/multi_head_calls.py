@@ -373,16 +373,14 @@ def _unhooked(layer: nn.TransformerEncoderLayer) -> Iterator[None]:
         for module in layer.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 ours = {key: hook for key, hook in hooks.items() if _is_ours(hook)}
-                if ours:
-                    hidden.append((hooks, dict(hooks)))
-                    for key in ours:
-                        del hooks[key]
+                hidden.append((hooks, ours))
+                for key in ours:
+                    del hooks[key]
     try:
         yield
     finally:
-        for hooks, before in hidden:
-            hooks.clear()
-            hooks.update(before)
+        for hooks, ours in hidden:
+            hooks.update(ours)
 
 
 def _is_ours(hook: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +15,13 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 Undo = Callable[[], None]
 User = TypeVar("User")
-_local = threading.local()
+
+
+class _Local(threading.local):
+    depth = 0  # of calls that are already looked at
+
+
+_local = _Local()
 
 
 class Hook:
@@ -118,16 +124,22 @@ class ModelMode(TorchFunctionMode):
             yield
 
 
-@contextmanager
-def unheard() -> Iterator[None]:
+class unheard:  # noqa: N801 - a context, and several of them surround every call
     """Mark a call that is already looked at, so that what it calls is not heard again."""
-    _local.depth = getattr(_local, "depth", 0) + 1
-    mode = _top_mode()
-    try:
-        with mode.off() if isinstance(mode, ModelMode) else nullcontext():
-            yield
-    finally:
+
+    __slots__ = ("off",)
+
+    def __enter__(self) -> None:
+        _local.depth += 1
+        mode = _top_mode()
+        self.off = mode.off() if isinstance(mode, ModelMode) else None
+        if self.off is not None:
+            self.off.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
         _local.depth -= 1
+        if self.off is not None:
+            self.off.__exit__(*error)
 
 
 def _top_mode() -> TorchFunctionMode | None:
@@ -138,7 +150,7 @@ def _top_mode() -> TorchFunctionMode | None:
 
 def is_unheard() -> bool:
     """True inside a call that is already looked at."""
-    return getattr(_local, "depth", 0) > 0
+    return _local.depth > 0
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from torch import Tensor
 from headwise.core.mask_reading import read_mask, split_mask, traced_mask
 from headwise.core.options import Options
 from headwise.core.place import as_four_axes
-from headwise.mask import Mask, causal
+from headwise.mask import Mask, causal, window
 from headwise.nn.call import Call
 from headwise.score import Dot
 from headwise.watching.adapters import traced_masks
@@ -69,13 +70,35 @@ def scaled_dot_product(
     q, k, v = (_with_heads(x.detach(), count) for x in (query, key, value))
     mask: Mask | None = None
     bias: Tensor | None = None
-    if is_causal:
-        mask = causal(offset=0)  # PyTorch aligns it at the start, also where N ≠ M
+    if is_causal:  # PyTorch aligns it at the start, also where N ≠ M
+        mask = (band if torch.compiler.is_compiling() else known_band)(True, 0, None)
     elif attn_mask is not None:
         mask, bias = _read_mask(memo, attn_mask, query, count)
     alike = not is_causal and (attn_mask is None or attn_mask.shape[-2:-1] == (1,))
     kind: Kind | None = "cross" if alike and lengths_differ(q, k) else None
-    return Call(q, k, v, Options(Dot(scale), mask, bias, dropout=dropout_p)), kind
+    return Call(q, k, v, Options(as_dot(scale), mask, bias, dropout=dropout_p)), kind
+
+
+def as_dot(scale: Any) -> Dot:
+    """The score with this scale; most layers of most models have the same."""
+    if torch.compiler.is_compiling() or not (scale is None or type(scale) is float):
+        return Dot(scale)
+    return _known_dot(scale)
+
+
+_known_dot = functools.lru_cache(maxsize=256)(Dot)
+
+
+def band(hides: bool, offset: int, width: int | None) -> Mask | None:
+    """The mask that hides the keys after a query if so asked, and those `width` and more away."""
+    mask = causal(offset) if hides else None
+    if width is None:
+        return mask
+    reach = window(width - 1, 0 if hides else width - 1, offset)
+    return reach if mask is None else mask & reach
+
+
+known_band = functools.lru_cache(maxsize=256)(band)  # every call asks
 
 
 def with_gradients(call: Call, *given: Any, **options: Any) -> Call:

@@ -45,7 +45,7 @@ from headwise.watching.recorder.layer import LARGEST
 from headwise.watching.recorder.seen_call import Kind, kind_of
 
 SILENT_PASSES, LISTEN_AGAIN = 2, 64
-"""A module in which nothing was heard this often is not listened to, until this many passes."""
+"""A module in which the mode heard nothing this often runs without it, until this many passes."""
 
 _PLAIN = ("torch.nn.", "headwise.")
 """Modules of these packages call no attention function, except those that other adapters see."""
@@ -96,6 +96,7 @@ class Frame:
     heard: bool  # its calls are heard, by this frame's listener or that of one around it
     sizes: tuple[int, ...]  # of the first tensor that the outermost module was called with
     attends: bool = False  # something was heard that is attention, or may be a part of it
+    by_mode: bool = False  # and the mode alone heard it: no adapter replaced that function
     named_only: bool = False  # it gives calls of others their name, and hears nothing itself
     given: tuple[Any, ...] = ()  # the arguments that it was called with
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class Listener(ModelMode):
         self.running = Running()
         self.readers: dict[Any, Callable[..., None]] = {}  # of functions that other adapters read
         self.heard_nothing: dict[int, int] = {}  # how often, by module
+        self.needless: dict[int, int] = {}  # how often adapters heard all attention, by module
         self.names_only: dict[int, Frame] = {}  # the frames of those modules
 
     @property
@@ -132,34 +134,49 @@ class Listener(ModelMode):
 
     def enter(self, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A module starts to run."""
-        frames, silent = self.running.frames, self.heard_nothing.get(id(module), 0) >= SILENT_PASSES
-        if silent and frames and not self.on:  # most modules, in most passes
-            frames.append(self.names_only[id(module)])
+        key, frames = id(module), self.running.frames
+        if self.heard_nothing.get(key, 0) >= SILENT_PASSES and frames and not self.on:
+            frames.append(self.names_only[key])  # most modules, in most passes
             return
-        name, quiet = self.names.get(id(module)), isinstance(module, OURS)
+        name, quiet = self.names.get(key), isinstance(module, OURS)
         if name is None:
             return
-        aside = self.recorder.aside and any(id(module) in x for x in _FOLLOWED)
+        aside = self.recorder.aside and any(key in x for x in _FOLLOWED)
         quiet = quiet or aside
         if "read_index" in options:  # continuous batching runs the model in a thread of its own
             self.running.serves = True
         self.refuse_other_threads(name)
         recorder = self.recorder
-        changed = recorder.interventions.running
-        needed = recorder.active or changed
-        if not self.frames and recorder.passes.count % LISTEN_AGAIN == 0:
-            self.heard_nothing.clear()
-        on, silent = self.on, self.heard_nothing.get(id(module), 0) >= SILENT_PASSES
-        # The compiler can't trace through a mode: modules that hold compiled ones go without.
-        heard = changed or recorder.options.effects or not is_compiled(module)
-        listening = not quiet and needed and not on and not silent and heard
-        sizes = self.frames[0].sizes if self.frames else _sizes(given, options)
+        if not frames and recorder.passes.count % LISTEN_AGAIN == 0:
+            self.listen_again()
+        on = self.on
+        listening = not (on or quiet or self.hears_nothing(key)) and self.may_listen(module)
+        sizes = frames[0].sizes if frames else _sizes(given, options)
         frame = Frame(module, name, quiet, listening, (on or listening) and not aside, sizes)
         frame.given, frame.options = given, options
-        self.frames.append(frame)
+        frames.append(frame)
         recorder.passes.begin()
         if listening:
             self.__enter__()  # type: ignore[no-untyped-call]
+
+    def hears_nothing(self, module: int) -> bool:
+        """True if the mode would hear nothing in a module, or only what adapters hear too."""
+        most = max(self.heard_nothing.get(module, 0), self.needless.get(module, 0))
+        return most >= SILENT_PASSES
+
+    def may_listen(self, module: nn.Module) -> bool:
+        """True if this pass is watched, and the mode may be on while the module runs."""
+        recorder = self.recorder
+        changed = recorder.interventions.running
+        if not (recorder.active or changed):
+            return False
+        # The compiler can't trace through a mode: modules that hold compiled ones go without.
+        return changed or recorder.options.effects or not is_compiled(module)
+
+    def listen_again(self) -> None:
+        """Forget in which modules the mode hears nothing."""
+        self.heard_nothing.clear()
+        self.needless.clear()
 
     def refuse_other_threads(self, name: str) -> None:
         """Raise ValueError if the model runs in another thread than its watch."""
@@ -182,8 +199,10 @@ class Listener(ModelMode):
     def leave(self, module: nn.Module, *_: object) -> None:
         """A module has run, with or without an error."""
         frames = self.running.frames
-        if frames and frames[-1].module is module and frames[-1].named_only:
-            frames.pop()
+        if frames and frames[-1].module is module:
+            frame = frames.pop()
+            if not frame.named_only:
+                self.close(frame)
             return
         if not any(x.module is module for x in frames):
             return  # it was refused as it started
@@ -198,11 +217,15 @@ class Listener(ModelMode):
         """End what was begun for a module that has run."""
         if frame.listening:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        key = id(frame.module)
         if frame.heard and not frame.attends:
-            key = id(frame.module)
             self.heard_nothing[key] = self.heard_nothing.get(key, 0) + 1
             frame.given, frame.options = (), {}
             self.names_only[key] = replace(frame, listening=False, heard=False, named_only=True)
+        elif frame.heard:
+            self.needless[key] = 0 if frame.by_mode else self.needless.get(key, 0) + 1
+        elif not frame.attends and key in self.needless:
+            self.listen_again()  # it may attend in another way now
         if self.frames:
             self.running.written_out.leave()
         else:
@@ -238,7 +261,7 @@ class Listener(ModelMode):
         if not running.frames or running.frames[-1].quiet or is_unheard():
             return func(*args, **options)
         frame = running.frames[-1]
-        self.note_attention()
+        self.note_attention(by_mode=True)
         if func is attention:
             return self.own(frame.name, *args, **options)
         if func is SCALED_DOT_PRODUCT:
@@ -262,10 +285,11 @@ class Listener(ModelMode):
         """True if a call of the module that runs should be looked at."""
         return bool(self.frames) and not self.frames[-1].quiet and not is_unheard()
 
-    def note_attention(self) -> None:
+    def note_attention(self, by_mode: bool = False) -> None:
         """Go on following the modules that run: one of them attends."""
         for frame in self.running.frames:
             frame.attends = True
+            frame.by_mode = frame.by_mode or by_mode
 
     def scaled_dot_product(
         self, original: Callable[..., Tensor], given: tuple[Any, ...], options: Mapping[str, Any]

@@ -250,9 +250,16 @@ def _make_get_interface(original: Any, users: list[TransformersModules]) -> Call
 
 
 def _make_getitem(original: Any, users: list[TransformersModules]) -> Callable[..., Any]:
+    made: dict[tuple[Any, str], Any] = {}  # every layer asks in every pass
+
     @functools.wraps(original)
     def getitem(self: Any, key: str) -> Any:
-        return _beside(original(self, key), key, users)
+        function = original(self, key)
+        if torch.compiler.is_compiling():
+            return _beside(function, key, users)
+        if (function, key) not in made:
+            made[function, key] = _beside(function, key, users)
+        return made[function, key]
 
     return getitem
 
@@ -434,11 +441,21 @@ def _traced(function: Callable[..., Any], given: InterfaceCall) -> Any:
 def _kind(given: InterfaceCall, name: str) -> Kind:
     """The kind of attention of a module: does it look at the keys of another sequence?"""
     module = given.module
-    if getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower():
+    if getattr(module, "is_cross_attention", False):
         return "cross"
     if given.mask is None and not is_causal(given) and lengths_differ(given.q, given.k):
         return "cross"
-    return "cross" if any(kind_of(part) == "cross" for part in name.split(".")[-2:]) else "self"
+    stated = _stated_kind if torch.compiler.is_compiling() else _known_kind
+    return stated(type(module).__name__, name)
+
+
+def _stated_kind(kind: str, name: str) -> Kind:
+    """The kind that the class of a module or the last two parts of its name state."""
+    across = any(kind_of(part) == "cross" for part in name.split(".")[-2:])
+    return "cross" if across or "cross" in kind.lower() else "self"
+
+
+_known_kind = functools.lru_cache(maxsize=4096)(_stated_kind)  # every call asks
 
 
 def _sequence(named: dict[str, Any]) -> TokenSequence | None:

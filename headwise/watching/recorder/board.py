@@ -18,9 +18,13 @@ from headwise.core.host_copy import HostCopy
 from headwise.core.observation import Observation
 from headwise.core.problem import without_autocast
 from headwise.core.reduction import CallRows, Columns, reduce_rows
+from headwise.engines import calls
 from headwise.engines.calls import needs_operator
+from headwise.engines.contract import Prepared
+from headwise.engines.failures import KernelError
 from headwise.engines.operators import define
-from headwise.engines.triton.board_call import add_by_kernel
+from headwise.engines.triton.board_call import add_by_kernel, described
+from headwise.engines.triton.engine import TRITON
 from headwise.watching.recorder.checkpointing import recomputing
 
 SLOTS, HEADS = 16, 32
@@ -107,15 +111,33 @@ class Slot:
             raise ValueError(
                 f"it has {seen.highest.shape[1]} heads in this call and had {self.heads} before"
             )
-        board, columns, padding = self.board, self.board.columns, seen.padding_of(padding)
-        values = [seen.values.get(name) for name in columns.stats]
-        rows = CallRows(values, seen.highest, padding, proof, *board.extremes)
+        board, rows = self.board, self._rows(seen, padding, proof)
         place = board.numbers[self.number]
         if needs_operator(board.now, seen.highest):
             record(board.now, place, *rows)
         elif not add_by_kernel(board.now, place, rows):
             with torch.no_grad(), without_autocast(board.device):
                 _add(self.read(), rows)
+
+    def _rows(
+        self, seen: Observation, padding: Tensor | None, proof: Tensor | None = None
+    ) -> CallRows:
+        """The statistics of a call as the board takes them."""
+        board = self.board
+        values = [seen.values.get(name) for name in board.columns.stats]
+        return CallRows(values, seen.highest, seen.padding_of(padding), proof, *board.extremes)
+
+    def repeated(self, seen: Observation) -> RepeatedRecord | None:
+        """What adds calls like the one that was just added, without padding; None if unknown."""
+        board = self.board
+        if board.device.type not in TRITON.devices:
+            return None
+        record = described(board.now, board.numbers[self.number], self._rows(seen, None))
+        launch = calls.known(record.key)
+        if launch is None:
+            return None
+        names = [board.columns.stats[place] for place in record.places]
+        return RepeatedRecord(self, board.now, launch, names, record.highest is not None)
 
     def read(self) -> Tensor:
         """The columns of the step that has not ended, (columns, heads), on its device."""
@@ -131,6 +153,31 @@ class Slot:
         for mine, theirs in ((slot.read(), self.read()), (slot.ended(), self.ended())):
             mine.copy_(theirs)
         return slot
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedRecord:
+    """Adds calls alike to a slot by one launch; every layer does so in every step."""
+
+    slot: Slot
+    now: Tensor  # the board, which moves as it grows
+    launch: Prepared
+    names: list[str]  # of the statistics
+    highest: bool  # max_logit is not one of them
+
+    def add(self, seen: Observation, padding: Tensor | None) -> None:
+        """Add the rows of a call; the slot does it if the launch is another one."""
+        board = self.slot.board
+        if padding is not None or board.now is not self.now:
+            self.slot.add(seen, padding)
+            return
+        found = [seen.values[name] for name in self.names]
+        if self.highest:
+            found.append(seen.highest)
+        try:
+            self.launch(board.now, board.numbers[self.slot.number], *found)
+        except KernelError:
+            self.slot.add(seen, padding)
 
 
 def _empty(board: Tensor, columns: Columns) -> None:

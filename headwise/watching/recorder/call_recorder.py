@@ -28,6 +28,7 @@ from headwise.watching.recorder.model_passes import ModelPasses, forgets
 from headwise.watching.recorder.other_layers import OtherLayers
 from headwise.watching.recorder.paged_record import PagedCall, PagedRecords, captures
 from headwise.watching.recorder.proof import Proofs
+from headwise.watching.recorder.repeated_call import RepeatedCall
 from headwise.watching.recorder.seen_call import (
     Kind,
     SeenCall,
@@ -64,6 +65,8 @@ class CallRecorder:
     _computed: dict[Kind, tuple[str, ...]] = field(init=False)  # statistics of each kind of layer
     _observed: set[str] = field(default_factory=set)
     """Modules that were observed inside their own pass; a recomputation of them must be too."""
+    _repeated: dict[str, RepeatedCall] = field(default_factory=dict)
+    """The last call of each module whose calls can be observed again by what it prepared."""
     _hidden: tuple[Mask, torch.Size, Tensor | None] | None = None  # the padding of the last mask
 
     def __post_init__(self) -> None:
@@ -94,9 +97,7 @@ class CallRecorder:
             return name in self._observed or self._awaited(name) is not None
         if not self.active:
             return False
-        shown = self.registry.shown.items()
-        known = [watched for key, watched in shown if key.partition("#")[0] == name]
-        return not known or any(known)
+        return self.registry.watches(name)
 
     def beside(
         self,
@@ -124,6 +125,13 @@ class CallRecorder:
         """
         if recomputing():
             self._hold_again(name, call, output, out)
+            return
+        plain = changed is None and not known and marked is None and maps
+        if (
+            plain
+            and proof is None
+            and self._beside_again(name, call, kind, padding, out, forgotten)
+        ):
             return
         share, whole = None, call
         if self.options.effects and not maps:
@@ -159,9 +167,11 @@ class CallRecorder:
                 seen.values[stat] = value if seen.rows is None else value.index_select(2, seen.rows)
             elif out is not None:
                 seen.values[stat] = norms(out.detach(), seen)
-        self._keep(
+        layer = self._keep(
             name, call, whole, kind, padding, seen, maps, forgotten, proof, share, held, found_keys
         )
+        if plain and layer is not None and not call.dropout:
+            self._remember(name, layer, (q, k, v), call.given, look, seen)
 
     def inside(
         self,
@@ -190,6 +200,14 @@ class CallRecorder:
                 )  # fmt: skip
             return out
         call = single
+        plain = changed is None and not recomputing()
+        again = self._again(name, call, kind, forgotten, call[:3]) if plain else None
+        if again is not None:
+            known, out, seen = again
+            seen = _detached(seen)
+            with self.unread.reading(name):
+                self._note(known.layer, call, call, kind, padding, seen, forgotten, repeated=known)
+            return out
         try:
             marked = self._marked(name, kind, call.q.shape[2])
             look = self._look(name, kind, call.k.shape[2], forgotten, marked)
@@ -207,15 +225,88 @@ class CallRecorder:
             with self.unread.reading(name):
                 self._add_losses(name, changed or unchanged(call), kind, seen)
                 self._weigh(marked, call, forgotten, seen)
-                for key in ("lse", "entropy"):  # those that have gradients
-                    if key in seen.values:
-                        seen.values[key] = seen.values[key].detach()
+                _detached(seen)
                 held = self._hold(call, itself(out), out) if self.options.effects else None
-                self._keep(
+                layer = self._keep(
                     name, call, whole, kind, padding, seen, forgotten=forgotten, held=held,
                     marked=marked,
                 )  # fmt: skip
+            if plain and layer is not None:
+                self._remember(name, layer, call[:3], call.given, look, seen)
         return out
+
+    def _again(
+        self,
+        name: str,
+        call: Call,
+        kind: Kind,
+        forgotten: int | None,
+        tensors: tuple[Tensor, Tensor, Tensor],
+    ) -> tuple[RepeatedCall, Tensor, Observation] | None:
+        """Observe a call like the last one of its module; None if it may be another one.
+
+        It is a whole sequence that attends to itself, the first call of its module in this pass.
+        """
+        known = self._repeated.get(name)
+        if known is None or kind != "self" or forgotten or self.marked.found:
+            return None
+        if split_calls() is not None or not self.passes.first_call(name, kind):
+            return None
+        if self.registry.layers.get(name) is not known.layer or not known.valid:
+            return None
+        try:
+            found = known.observe(tensors, call.given)
+        except Exception:  # it is reported if it happens again
+            found = None
+        if found is None:
+            del self._repeated[name]
+            return None
+        self.passes.note_call(name, kind)
+        return known, *found
+
+    def _beside_again(
+        self,
+        name: str,
+        call: Call,
+        kind: Kind,
+        padding: Tensor | None,
+        out: Tensor | None,
+        forgotten: int | None,
+    ) -> bool:
+        """`beside` of a call like the last one of its module; False if it may be another one."""
+        normed = "output_norm" in self.options.stats
+        if call.dropout or (normed and (out is None or out.shape[:3] != call.q.shape[:3])):
+            return False
+        tensors = call.q, call.k, call.v[..., :0]
+        found = self._again(name, call, kind, forgotten, tensors)
+        if found is None:
+            return False
+        known, _, seen = found
+        if normed and out is not None:
+            seen.values["output_norm"] = norms(out.detach(), seen)
+        self._note(known.layer, call, call, kind, padding, seen, forgotten, repeated=known)
+        return True
+
+    def _remember(
+        self,
+        name: str,
+        layer: WatchedLayer,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        options: Options,
+        look: dict[str, Any],
+        seen: Observation,
+    ) -> None:
+        """Remember what a call was observed by, if the next ones of its module may be like it."""
+        self._repeated.pop(name, None)
+        q, k, _ = tensors
+        more = self.options.effects or self.options.spans or self.options.sparse.named
+        whole = layer.name == name and layer.kind == "self" and q.shape[2] == k.shape[2]
+        if more or not whole or layer.share is not None or self.marked.found:
+            return
+        asked = look["stats"], look["rows"], look["sink_keys"]
+        known = RepeatedCall.of(layer, tensors, options, *asked, seen)
+        if known is not None:
+            self._repeated[name] = known
 
     def of_requests(self, name: str, call: PagedCall, proof: Tensor | None = None) -> Tensor:
         """Compute and observe a step of continuous batching; returns the output (T, Hq, Dv)."""
@@ -309,9 +400,10 @@ class CallRecorder:
         share: tuple[int, int] | None = None,
         held: Hold | None = None,
         marked: Mapping[str, Marked] | None = None,
-    ) -> None:
+    ) -> WatchedLayer | None:
+        """Keep a call in its layer; None if that was not asked for."""
         # `whole` is the call before experiments changed it: its mask tells positions and padding.
-        options, passes, divided = self.options, self.passes, split_calls()
+        passes = self.passes
         first = first_position(whole) if kind == "self" else 0
         start = first + (forgotten or 0) if kind == "self" else 0
         passes.first = max(passes.first, start)
@@ -320,8 +412,34 @@ class CallRecorder:
         name = self.registry.distinct_name(name, kind)
         layer = self.registry.layer(name, call, kind)
         if layer is None:
-            return
+            return None
         layer.take_place(share)
+        self._note(
+            layer, call, whole, kind, padding, seen, forgotten, maps, proof, held, first, again,
+            marked,
+        )  # fmt: skip
+        return layer
+
+    def _note(
+        self,
+        layer: WatchedLayer,
+        call: Call,
+        whole: Call,
+        kind: Kind,
+        padding: Tensor | None,
+        seen: Observation,
+        forgotten: int | None,
+        maps: bool = True,
+        proof: Tensor | None = None,
+        held: Hold | None = None,
+        first: int = 0,
+        again: bool = False,
+        marked: Mapping[str, Marked] | None = None,
+        repeated: RepeatedCall | None = None,
+    ) -> None:
+        """Add a call to its layer; `first` is where its rows begin among its keys."""
+        options, passes, divided = self.options, self.passes, split_calls()
+        start = first + (forgotten or 0) if kind == "self" else 0
         if padding is None and kind == "self":
             padding = self._padding(whole) if divided is None else divided.padded_rows
         lse = seen.values.get("lse") if seen.rows is None and options.maps else None
@@ -358,8 +476,11 @@ class CallRecorder:
         if held is not None:
             layer.held = held(HeldRows(start, forgotten or 0, padding, divided))
         assert layer.slot is not None
-        layer.slot.add(seen, padding, proof)
         layer.recorded = True
+        if repeated is not None:
+            repeated.add(seen, padding)
+            return
+        layer.slot.add(seen, padding, proof)
         layer.stats = tuple(x for x in options.stats if x in layer.stats or x in seen.values)
 
     def _hold(
@@ -417,6 +538,14 @@ def computed_statistics(options: WatchOptions, kind: Kind) -> tuple[str, ...]:
     if options.maps and options.rows is None and "lse" not in stats:
         stats = (*stats, "lse")
     return stats
+
+
+def _detached(seen: Observation) -> Observation:
+    """The same, with those values detached that have gradients."""
+    for key in ("lse", "entropy"):
+        if key in seen.values:
+            seen.values[key] = seen.values[key].detach()
+    return seen
 
 
 def itself(out: Tensor) -> Output:

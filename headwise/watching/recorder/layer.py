@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +134,20 @@ def _joined_rows(seen: list[Observation], lengths: list[int]) -> Tensor | None:
 
 LARGEST = 1 << 24
 """A call whose logits are written out is kept for a map if it has no more weights than this."""
+
+
+class LayerPlace(NamedTuple):
+    """Where the heads of a layer are among those of the model."""
+
+    number: int
+    name: str
+    kind: Kind
+    first_head: int
+
+    def of_head(self, head: int) -> dict[str, Value]:
+        """The columns that tell a row's head; `head` counts this rank's."""
+        number = self.first_head + head
+        return {"layer": self.number, "name": self.name, "kind": self.kind, "head": number}
 
 
 @dataclass
@@ -309,10 +324,14 @@ class WatchedLayer:
         """The number of heads of the whole layer, as far as this rank knows."""
         return max(self.heads, 0 if self.share is None else self.share[1])
 
+    @property
+    def own_place(self) -> LayerPlace:
+        """Where its heads are among those of the model."""
+        return LayerPlace(self.number, self.name, self.kind, self.first_head)
+
     def place(self, head: int) -> dict[str, Value]:
         """The columns that tell a row's head; `head` counts this rank's."""
-        number = self.first_head + head
-        return {"layer": self.number, "name": self.name, "kind": self.kind, "head": number}
+        return self.own_place.of_head(head)
 
     def own_head(self, head: int) -> int:
         """The place of a head among this rank's, -1 being the last; ValueError if it has not it."""

@@ -33,6 +33,7 @@ class LayerRegistry:
     placed: Callable[[str, int, int], tuple[int, int] | None] = lambda *_: None
     """The first head of a module, and the number of all, by its weights, if it computes so many
     heads of a width; None if its weights do not tell."""
+    _modules: dict[str, bool] = field(default_factory=dict)  # those shown, True: some is watched
 
     def board(self, device: torch.device) -> Board:
         """The board of a device, a new one if need be."""
@@ -46,6 +47,14 @@ class LayerRegistry:
         if key not in self.boards:
             self.boards[key] = Board(Columns(self.options.stats), device)
         return self.boards[key]
+
+    def watches(self, module: str) -> bool:
+        """True unless all layers that a module has shown were not asked for, or dropped."""
+        if not self._modules:
+            for name, watched in self.shown.items():
+                key = name.partition("#")[0]
+                self._modules[key] = watched or self._modules.get(key, False)
+        return self._modules.get(module, True)
 
     def asked_for(self, name: str) -> bool:
         """True if the next layer that the model shows is watched under this name."""
@@ -93,6 +102,7 @@ class LayerRegistry:
         While its number is not known for certain, every layer is watched.
         """
         number = len(self.shown)
+        self._modules.clear()
         self.shown[name] = self.options.ask_for(number, name) or not known or self.some_layers
         if self.shown[name]:
             sampled, stats = self.options.rows is not None, self.options.stats_of(kind)
@@ -120,4 +130,5 @@ class LayerRegistry:
     def drop(self, layer: WatchedLayer) -> None:
         """Watch a layer no longer: it was misread."""
         self.shown[layer.name] = False
+        self._modules.clear()
         self.layers.pop(layer.name, None)

@@ -63,6 +63,14 @@ class ModelPasses:
             self.tokens = None if self.past else ids
         self.ended()
 
+    def first_call(self, name: str, kind: Kind) -> bool:
+        """True if a module made no call of this kind in this forward yet."""
+        return not self._calls.get((name, kind))
+
+    def note_call(self, name: str, kind: Kind) -> None:
+        """Count a call of a module in this forward."""
+        self._calls[name, kind] = self._calls.get((name, kind), 0) + 1
+
     def depth_name(self, name: str, call: Call, kind: Kind) -> tuple[str, bool]:
         """Count a call of a module, and name its layer: one for each depth that it runs at.
 

@@ -25,6 +25,9 @@ Kind = Literal["self", "cross", "window"]
 """A "window" has rows of one sequence, each with keys of its own."""
 
 
+NOTHING = (None,) * 6  # tensors of a call
+
+
 @dataclass(frozen=True)
 class SeenCall:
     """One call: the prompt, or the tokens of one step while generating."""
@@ -73,6 +76,9 @@ class SeenCall:
 
     def emptied(self) -> SeenCall:
         """The same without tensors: where the call stood, and how its logits were made."""
+        held = (self.observation, self.padding, self.call, self.lse, self.newest, self.alike)
+        if held == NOTHING and self.kept is None and self.split is None:
+            return self
         return replace(
             self, observation=None, padding=None, call=None, lse=None, newest=None, alike=None,
             kept=None, split=None,

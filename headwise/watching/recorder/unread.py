@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +24,13 @@ class UnreadModules:
     """Where compiled code counts calls that can't be read, by module, and why they can't."""
     _reported: int = 0
 
-    @contextmanager
-    def reading(self, name: str, how: str = "") -> Iterator[None]:
+    def reading(self, name: str, how: str = "") -> Reading:
         """Read and observe a call of this module: what goes wrong never reaches the model.
 
         `how` begins the reason that is reported then. Nothing inside is heard as a call of the
         model's: a mode that listens would take half of the time.
         """
-        try:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                yield
-        except Exception as error:
-            self.fail(name, error, how)
+        return Reading(self, name, how)
 
     def fail(self, name: str, error: Exception, how: str = "") -> None:
         """Note that this module's attention could not be read; raise ValueError if strict."""
@@ -67,6 +62,26 @@ class UnreadModules:
                 f"strict=True raises instead): {described(dict(new))}",
                 stacklevel=2,
             )
+
+
+class Reading:
+    """The context in which a call is read: a class, because every call enters one."""
+
+    def __init__(self, unread: UnreadModules, name: str, how: str) -> None:
+        self.unread, self.name, self.how = unread, name, how
+        self.contexts = torch.no_grad(), torch._C.DisableTorchFunction()
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: Any) -> bool:
+        for context in reversed(self.contexts):
+            context.__exit__(None, None, None)
+        if not isinstance(error, Exception):
+            return False
+        self.unread.fail(self.name, error, self.how)
+        return True
 
 
 def described(reasons: dict[str, str]) -> str:

@@ -2,34 +2,23 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.cells import cell_len
-from typer.testing import CliRunner
 
 import headwise as hw
 from headwise.apps.cli import cost_question
-from headwise.apps.cli.main import app
 from headwise.costs.machines import measure
 from headwise.models import GPT
+from tests import command_line
 from tests.costs.machines.test_measure import SMALL
 
+run, refused = (partial(each, "cost") for each in (command_line.run, command_line.refused))
 DECODER = ["--layers", "2", "--width", "64", "--heads", "4", "--vocabulary", "100"]
-
-
-def run(*words: str) -> str:
-    result = CliRunner().invoke(app, ["cost", *words], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def refused(*words: str) -> str:
-    result = CliRunner().invoke(app, ["cost", *words])
-    assert result.exit_code == 2, result.output
-    return " ".join(result.output.replace("│", " ").split())
 
 
 def found(*words: str) -> Any:
@@ -57,7 +46,7 @@ def test_the_table_fits_80_columns_and_has_exact_numbers() -> None:
     output = run("gpt", "--device", "h100")
     assert "5,573,888" in output
     assert "on NVIDIA H100 SXM" in output
-    assert "feed-forward" in output
+    assert "feed_forward" in output
     assert "\x1b" not in output
     assert max(cell_len(line) for line in output.splitlines()) <= 80
 

@@ -2,29 +2,17 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
-from headwise.apps.cli.main import app
 from headwise.apps.look.command import given, number_of_bytes, piped
 from headwise.apps.look.serving.page_file import STATIC
+from tests import command_line
 
-
-def run(*words: str, stdin: str | None = None) -> str:
-    """The output of `headwise look …`, which must succeed."""
-    result = CliRunner().invoke(app, ["look", *words], input=stdin, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def refused(*words: str) -> str:
-    """The message of `headwise look …` when it refuses."""
-    result = CliRunner().invoke(app, ["look", *words])
-    assert result.exit_code == 2
-    return " ".join(result.output.replace("│", " ").split())
+run, refused = (partial(each, "look") for each in (command_line.run, command_line.refused))
 
 
 @pytest.mark.skipif(

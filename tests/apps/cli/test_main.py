@@ -6,31 +6,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from headwise.apps.cli import doctor, main
+from headwise.apps.cli import doctor, main, warming
 from headwise.apps.cli.main import app
 from headwise.apps.look import terminal_view as terminal
 from headwise.apps.look.readers.opening import opened
 from headwise.apps.look.readers.reader import silent
-
-
-def run(*words: str, stdin: str = "") -> str:
-    """The output of `headwise …`, which must succeed."""
-    result = CliRunner().invoke(app, list(words), input=stdin, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def refused(*words: str) -> str:
-    """The message with which `headwise …` refuses."""
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == 2
-    return " ".join(result.output.replace("│", " ").split())
+from tests.command_line import refused, run
 
 
 def test_help_names_the_commands_and_teaches_by_example() -> None:
@@ -193,12 +181,39 @@ def test_doctor_gives_programs_the_same() -> None:
     assert facts["engines"]["reference"] is None
 
 
-def test_tuning_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", ["--tune", "--warm"])
+def test_tuning_without_a_gpu_says_what_is_missing(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # lets kernels run, and is no GPU to measure
-    result = CliRunner().invoke(app, ["doctor", "--tune"])
+    result = CliRunner().invoke(app, ["doctor", option])
     assert result.exit_code == 1
     assert "needs an NVIDIA GPU: there is none here" in result.output + str(result.exception)
+
+
+@pytest.mark.parametrize("use", [*warming.MASKS, *warming.OTHERS])
+def test_calls_of_every_kind_are_made_to_warm_the_kernels(use: str) -> None:
+    warming.make(f"{use} · 16 · float32", "cpu", 72)
+
+
+def test_warming_compiles_every_kind_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 << 30, 8 << 30))
+    monkeypatch.setattr("headwise.apps.cli.doctor.engines", lambda: {"triton": None})
+
+    def ran(command: list[str], **_: object) -> SimpleNamespace:
+        failed = command[-1].startswith("window")
+        return SimpleNamespace(returncode=int(failed), stderr="x\nno room" if failed else "")
+
+    monkeypatch.setattr(warming.subprocess, "run", ran)
+    found = json.loads(run("doctor", "--warm", "--json"))
+    assert sorted(x["calls"] for x in found) == sorted(warming.kinds())
+    assert {x["error"] for x in found if "window" not in x["calls"]} == {None}
+    assert {x["error"] for x in found if x["calls"].startswith("window")} == {"no room"}
 
 
 def test_tuning_gives_programs_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,13 @@ import pytest
 import torch
 from rich.cells import cell_len
 from rich.console import Console
-from typer.testing import CliRunner
 
 import headwise as hw
 from headwise.apps.cli import watch as commands
 from headwise.apps.cli import watch_view as terminal
-from headwise.apps.cli.main import app
 from headwise.watching import open_run
 from headwise.watching.runs.run_reader import WatchedRun
+from tests.command_line import refused, run
 
 
 @pytest.fixture
@@ -32,18 +31,6 @@ def folder(tmp_path: Path) -> Path:
             watch.step()
     logging.getLogger("headwise").setLevel(logging.NOTSET)
     return tmp_path / "run"
-
-
-def run(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def refused(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == 2
-    return " ".join(result.output.replace("│", " ").split())
 
 
 def test_watch_shows_layers_heads_courses_and_alarms(folder: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from playwright.sync_api import Page, expect
 
-from headwise.costs.calculate import read
+from headwise.costs.calculate import read_architecture
 from headwise.costs.machines.hardware import device
 from headwise.costs.uses.scenario import Scenario
 from headwise.costs.uses.sketch import Sketch
@@ -26,7 +26,7 @@ def billions(value: float, unit: str = "") -> str:
 
 def test_a_described_decoder_is_counted_and_follows_its_sliders(visit: Visits) -> None:
     page = visit("#/cost?layers=16&length=4096&phase=decode")
-    small = read(Sketch(16, 4096, 32, 8, vocabulary=32768).config())
+    small = read_architecture(Sketch(16, 4096, 32, 8, vocabulary=32768).config())
     use = Scenario("decode", 4096, device=device("h100"))
     found = use.figures(small)
     assert found["params"]
@@ -36,7 +36,7 @@ def test_a_described_decoder_is_counted_and_follows_its_sliders(visit: Visits) -
     expect(figure(page, "longest")).to_have_text(f"{use.longest(small, 80e9):,}")
     page.get_by_role("slider", name="Layers").press("ArrowRight")
     expect(page).to_have_url(re.compile("layers=17"))
-    more = use.figures(read(Sketch(17, 4096, 32, 8, vocabulary=32768).config()))
+    more = use.figures(read_architecture(Sketch(17, 4096, 32, 8, vocabulary=32768).config()))
     assert more["params"]
     expect(figure(page, "params")).to_have_text(billions(more["params"]))
 
@@ -58,7 +58,7 @@ def test_the_opened_model_can_be_costed_and_its_shape_is_not_asked(visit: Visits
     page.get_by_role("radiogroup", name="Model").get_by_text("described here").click()
     expect(page.get_by_role("slider", name="Layers")).to_be_visible()
     page.get_by_role("radiogroup", name="Model").get_by_text("the opened one").click()
-    expect(page.locator("[data-part='layers/attention/scores and values']")).to_be_visible()
+    expect(page.locator("[data-part='blocks/attention/scores and values']")).to_be_visible()
 
 
 def test_a_device_without_the_rate_says_so_and_leads_back(visit: Visits) -> None:

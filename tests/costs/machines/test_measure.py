@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def found() -> Device:
-    return measure.measure(CPU, ("fp32",), sizes=SMALL)
+    return measure.measure_device(CPU, ("fp32",), sizes=SMALL)
 
 
 def test_a_measurement_knows_every_speed(found: Device) -> None:
@@ -47,20 +47,20 @@ def test_a_measurement_knows_every_speed(found: Device) -> None:
 
 
 def test_a_saved_measurement_is_the_device_this(found: Device, cache: Path) -> None:
-    path = this_machine.save(found, CPU, measure.about_now())
+    path = this_machine.save_device(found, CPU, measure.about_this_machine())
     assert path.parent.parent == cache
-    assert this_machine.find("this:cpu") == found
+    assert this_machine.find_device("this:cpu") == found
     assert this_machine.peak(CPU, "fp32") == (found.matrix["fp32"], found.name)
 
 
 def test_a_machine_that_was_not_measured_says_how(cache: Path) -> None:
     with pytest.raises(ValueError, match="not measured; run headwise cost --measure"):
-        this_machine.find("this:cpu")
+        this_machine.find_device("this:cpu")
     assert this_machine.peak(CPU, "fp32") is None
 
 
 def test_a_damaged_or_older_file_counts_as_no_measurement(found: Device, cache: Path) -> None:
-    path = this_machine.save(found, CPU, {})
+    path = this_machine.save_device(found, CPU, {})
     path.write_text(path.read_text().replace('"format": 1', '"format": 0'))
     assert this_machine.load(CPU) is None
     path.write_text("{")

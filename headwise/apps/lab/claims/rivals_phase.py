@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from headwise.apps.lab.grids import (
 from headwise.apps.lab.laboratory import Lab, Piece
 from headwise.apps.lab.moves import Move
 from headwise.apps.lab.translation_rivals import GatedRecurrence, Recurrence, SlidingWindow
+from headwise.messages import Sentence
 from headwise.nn import MultiHeadAttention, Rotary
 
 ASKED = 16
@@ -253,7 +255,7 @@ def leads(cells: Cells) -> dict[tuple[int, int, int], float]:
 
 def judge_phase(figures: Figures) -> Verdict:
     """Attention must never lose, and win where there is most to remember; the fewest pairs from
-    which on it wins everywhere are the condition."""
+    which on it wins everywhere are the condition, or else the places where it does."""
     cells = shares(figures)
     ahead = leads(cells)
     every = sorted({pairs for _, pairs, _ in ahead})
@@ -300,7 +302,15 @@ def judge_phase(figures: Figures) -> Verdict:
             pairs=won[0],
         )
         return holds_when(few, because)
-    return undecided(because)
+    if wins:
+        some = both(
+            "it is one of {wins} of {of} places; at the others the best rival keeps up",
+            "是 {of} 处中的 {wins} 处之一；在其余各处，最好的对手不落后",
+            wins=wins,
+            of=len(ahead),
+        )
+        return holds_when(some, because)
+    return does_not_hold(because)
 
 
 def capacity(right: dict[int, float], floor: float) -> float:
@@ -332,7 +342,8 @@ def capacities(figures: Figures) -> dict[tuple[str, int, int], list[float]]:
 
 
 def lines(figures: Figures) -> dict[str, Line | None]:
-    """The capacity of each recurrence as a power of its state, with an interval."""
+    """The capacity of each recurrence as a power of its state, with an interval; None if it is the
+    same in every training, as it is where none learns."""
     states = {(each["kind"], each["budget"]): each["state"] for each in figures["sizes"]}
     found = {}
     for kind in RECURRENT:
@@ -342,18 +353,29 @@ def lines(figures: Figures) -> dict[str, Line | None]:
             if name == kind
             for each in of
         ]
-        found[kind] = fitted(*zip(*points, strict=True)) if points else None
+        sizes, pairs = zip(*points, strict=True)
+        if len(set(sizes)) < 2:
+            raise ValueError("capacities need two sizes of state")
+        found[kind] = fitted(sizes, pairs) if len(set(pairs)) > 1 else None
     return found
 
 
+def power_of(line: Line | None) -> Sentence:
+    """An exponent in a sentence."""
+    if line is None:
+        return both("of zero (the same in every training)", "零（每次训练都一样）")
+    return line.said
+
+
+GROWS = 0.5
+"""The exponent that a law of capacity ought to have at least."""
+
+
 def judge_capacity(figures: Figures) -> Verdict:
-    """The state must set the capacity of both recurrences, and attention must have none."""
+    """The state must set the capacity of both recurrences."""
     fits, found = lines(figures), capacities(figures)
     most = max(row["pairs"] for row in figures["rows"])
     full = [each for (kind, *_), of in found.items() if kind == "attention" for each in of]
-    linear, lstm = fits["linear"], fits["LSTM"]
-    if linear is None or lstm is None:
-        raise ValueError("capacities need two sizes of state")
     because = both(
         "pairs that are recalled half the time grow with the size of the state to the power "
         "{linear} in the gated linear recurrence and {lstm} in the LSTM; attention, whose state "
@@ -362,29 +384,38 @@ def judge_capacity(figures: Figures) -> Verdict:
         "能回忆一半的对数随状态大小增长的次方：门控线性循环 {linear}，LSTM {lstm}；"
         "状态随长度增长的注意力在 {of} 次训练中有 {full} 次能回忆全部 {most} 对；训练 {steps} "
         "步，各用最合适的学习率",
-        linear=linear.said,
-        lstm=lstm.said,
+        linear=power_of(fits["linear"]),
+        lstm=power_of(fits["LSTM"]),
         most=most,
         full=sum(each >= most for each in full),
         of=len(full),
         steps=figures["steps"],
     )
-    grows = [linear.low > 0, lstm.low > 0]
-    if min(full) < most:
-        return undecided(because)
-    if all(grows):
+    known = {kind: line for kind, line in fits.items() if line is not None}
+    grows = [kind for kind, line in known.items() if line.low > 0]
+    if len(grows) == len(RECURRENT):
         return holds(because)
-    if any(grows):
-        which = both("gated and linear", "带门的线性循环") if grows[0] else both("an LSTM", "LSTM")
+    if grows:
+        linear = both("gated and linear", "带门的线性循环")
+        which = linear if grows == ["linear"] else both("an LSTM", "LSTM")
         condition = both(
             "the recurrence is {which}; of the other, training and not the state sets the limit",
             "循环是{which}；另一种循环的极限来自训练，而不是状态",
             which=which,
         )
         return holds_when(condition, because)
-    if linear.high < 0.5 and lstm.high < 0.5:
+    if len(known) == len(RECURRENT) and all(line.high < GROWS for line in known.values()):
         return does_not_hold(because)
-    return undecided(because)
+    power = min((line.shows(GROWS) for line in known.values()), default=0.0)
+    because = both(
+        "{because}; so many trainings show a true power of {grows} with a probability of "
+        "{power:.0%}",
+        "{because}；若真实次方是 {grows}，这样多的训练能看出来的概率是 {power:.0%}",
+        because=because,
+        grows=GROWS,
+        power=power,
+    )
+    return replace(undecided(because), power=power)
 
 
 def show_phase(figures: Figures) -> tuple[Chart | Listing | WeightMap, ...]:
@@ -395,15 +426,15 @@ def show_phase(figures: Figures) -> tuple[Chart | Listing | WeightMap, ...]:
     maps = tuple(
         WeightMap(
             both(
-                "Attention's lead over the best rival, about {size:,} parameters",
-                "注意力领先最好对手的幅度，约 {size:,} 个参数",
+                "Attention's lead by pairs (rows) and distance, about {size:,} parameters",
+                "注意力的领先幅度：行是对数，列是距离，约 {size:,} 个参数",
                 size=budget,
             ),
             [f"{pairs}" for pairs in sorted(every)],
             [f"{distance}" for distance in sorted(far)],
             [[max(0.0, ahead[budget, p, d]) for d in sorted(far)] for p in sorted(every)],
         )
-        for budget in dict.fromkeys(budget for budget, *_ in ahead)
+        for budget in sorted({budget for budget, *_ in ahead}, reverse=True)
     )
     headings = (
         both("parameters, about", "参数量，约"),
@@ -416,7 +447,36 @@ def show_phase(figures: Figures) -> tuple[Chart | Listing | WeightMap, ...]:
         for budget, pairs, distance in ahead
     )
     title = both("Share of right answers", "答对的比例")
-    return (*maps, Listing(title, headings, rows), costs(figures))
+    return (*maps, Listing(title, headings, rows), cheapest(figures), costs(figures))
+
+
+ENOUGH = 0.9
+"""The share of right answers from which on a rival is as good as another."""
+
+
+def cheapest(figures: Figures) -> Listing:
+    """The least FLOPs per token with which each rival is right often enough, in every place."""
+    flops = {(each["kind"], each["budget"]): each["flops"] for each in figures["sizes"]}
+    places: dict[tuple[int, int], dict[str, float]] = {}
+    for (kind, budget, pairs, distance), right in shares(figures).items():
+        least = places.setdefault((pairs, distance), {})
+        if mean(right) >= ENOUGH:
+            least[kind] = min(flops[kind, budget], least.get(kind, flops[kind, budget]))
+    rows = tuple(
+        (
+            *place,
+            *(least.get(kind) for kind in NAMES),
+            NAMES[min(least, key=least.__getitem__)] if least else None,
+        )
+        for place, least in places.items()
+    )
+    title = both(
+        "Least FLOPs per token for {enough:.0%} right answers",
+        "答对 {enough:.0%} 所需的每词元最少 FLOPs",
+        enough=ENOUGH,
+    )
+    headings = (both("pairs", "对数"), both("distance", "距离"), *NAMES.values())
+    return Listing(title, (*headings, both("cheapest", "最便宜的")), rows)
 
 
 def costs(figures: Figures) -> Listing:

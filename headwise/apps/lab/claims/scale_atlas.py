@@ -106,7 +106,7 @@ def atlas_pieces(lab: Lab) -> list[Piece]:
             stretch,
             {"task": task, "length": length, "width": width},
         )
-        for width in lab.pick("widths", tiny=(8, 16), quick=(16, 64), full=(32, 128, 512))
+        for width in lab.pick("widths", tiny=(8, 16), quick=(16, 32, 64), full=(32, 128, 512))
         for length in lab.pick("lengths", tiny=(8,), quick=(16,), full=(16, 64))
         for task in TASKS
     ]
@@ -118,7 +118,7 @@ def stretch(lab: Lab, folder: Path | None, task: str, length: int, width: int) -
     rates = lab.pick(
         "rates", tiny=(4e-3,), quick=(1e-3, 4e-3, 1.6e-2), full=(2.5e-4, 1e-3, 4e-3, 1.6e-2)
     )
-    gains = lab.pick("gains", tiny=(1.0,), quick=(1.0,), full=(0.25, 1.0, 4.0))
+    gains = lab.pick("gains", tiny=(1.0,), quick=(0.25, 1.0, 4.0))
     seeds = range(lab.pick("seeds", tiny=1, quick=1, full=2))
     data = [drawn(lab, task, length, steps * BATCH, seed) for seed in seeds]
     ways = [(str(alpha), gain) for alpha in ALPHAS for gain in gains] + [("swapped", 1.0)]

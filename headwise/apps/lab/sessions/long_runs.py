@@ -81,10 +81,10 @@ def train_table(session: LabSession) -> tuple[int, int]:
     deadline = time.monotonic() + session.seconds
     if left and session.seconds:
         learn_subwords(session.lab)
-    jobs = session.piece_jobs(left)
-    if not (timed := pieces.times(session.lab)).done(session.lab):
+    jobs = session.piece_jobs(left) if session.seconds else []  # none: what is kept is written
+    if jobs and not (timed := pieces.times(session.lab)).done(session.lab):
         jobs = [session.job(timed.name, "piece", timed.name, alone=True), *jobs]
-    session.work(ablations.COMMAND, jobs if left else [], deadline)
+    session.work(ablations.COMMAND, jobs, deadline)
     file = f"translation.{session.lab.form}.json"
     return ablations.collect(session.lab, session.folder / file), len(planned)
 

@@ -16,8 +16,7 @@ from headwise.apps.interface.page import Route
 from headwise.apps.interface.reply import Answer, Query, refused
 from headwise.apps.interface.settings import Choice, Setting, Whole
 from headwise.apps.look.session import Session
-from headwise.costs import DEVICES, Architecture, Scenario, Sketch, find_device
-from headwise.costs import read_architecture as read
+from headwise.costs import DEVICES, Architecture, Scenario, Sketch, find_device, read_architecture
 
 LENGTHS = tuple(1 << step for step in range(7, 21))
 """The lengths of the curves: 128 to a million."""
@@ -86,7 +85,7 @@ def answer(asked: Mapping[str, str], opened: nn.Module | None) -> str:
 
 @lru_cache(maxsize=4)
 def _read(model: nn.Module) -> Architecture:
-    return read(model)
+    return read_architecture(model)
 
 
 @lru_cache(maxsize=256)
@@ -121,7 +120,7 @@ def _sketched(values: tuple[tuple[str, Any], ...]) -> Architecture:
     given = dict(values)
     window = None if given["window"] == "none" else int(given["window"])
     shared = min(given["kv_heads"], given["heads"])  # a slider passes by what can't be
-    return read(Sketch(**{**given, "window": window, "kv_heads": shared}).config())
+    return read_architecture(Sketch(**{**given, "window": window, "kv_heads": shared}).config())
 
 
 def _curve(architecture: Architecture, use: Scenario) -> list[dict[str, Any]]:

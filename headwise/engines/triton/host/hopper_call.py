@@ -22,7 +22,7 @@ from headwise.engines.triton.host.moments_call import cut_of, run_moments
 from headwise.engines.triton.host.operands import (
     WORD,
     Steps,
-    leaves_keys,
+    exposed,
     on,
     operands,
     outer_strides,
@@ -36,6 +36,7 @@ from headwise.engines.triton.limits import LIBRARY_ON
 
 LOG2E = 1.4426950408889634
 GROUP = 64  # rows of an item per consumer warpgroup
+LEAST_BLOCKS = 16  # of rows: with fewer, the table takes longer than it saves
 LEAST_KEYS = 8  # per head dimension: with fewer, the loop over keys takes moments as fast
 
 
@@ -83,10 +84,18 @@ def run_hopper_forward(
         return found
     valued = v.shape[-1] > 0
     call = operands(q, k, v if valued else k, terms)
-    pieces = _tabled(q, k, terms)
+    lines = q.shape[0] * q.shape[1]
     z, (width, value_width) = call.sizes, widths(q, v)
     shape = TILES[width, value_width]
-    cut = cut_of(call, LEAST_KEYS) if wants & MOMENTS and not pieces else None
+    rows = GROUP * shape.groups
+    blocks = -(-q.shape[2] // rows)
+    items = blocks * lines
+    programs = min(items, multiprocessors(q.device))
+    exposing = exposed(q, k, terms)
+    pieces = 0 if terms.intervals is None else terms.intervals.shape[0]
+    if not pieces and (exposing or (items > programs and _uneven(q, terms, blocks))):
+        pieces = 1
+    cut = cut_of(call, LEAST_KEYS) if wants & MOMENTS else None
     cut = None if cut is None or cut.block % shape.keys else cut
     banded = terms.band is not None and len(terms.band) == 3
     block = 0 if not wants & MOMENTS else EVERYWHERE.value
@@ -97,8 +106,7 @@ def run_hopper_forward(
             block, rest = cut.block, found.lse.new_empty(2, *found.lse.shape)
             launches.allocated(rest)
             written = written._replace(logit_mean=rest[0], logit_var=rest[1])
-    rows, kept = GROUP * shape.groups, call.v if valued else None
-    blocks = -(-q.shape[2] // rows)
+    kept = call.v if valued else None
     table, strides, entries, heads = None, (0, 0), 1, 1
     if pieces:
         if terms.intervals is not None:
@@ -107,7 +115,6 @@ def run_hopper_forward(
         table = q.new_empty(count * FIELDS.value, dtype=torch.int32)
         launches.allocated(table)
         strides = (heads * blocks if entries > 1 else 0, blocks if heads > 1 else 0)
-    items = blocks * q.shape[1] * q.shape[0]
     factor = z.softcap or z.scale
     batch, head, row = outer_strides(call.v)
     steps = batch // EIGHT.value, head // EIGHT.value, row // EIGHT.value
@@ -117,7 +124,7 @@ def run_hopper_forward(
         *steps, factor, factor * LOG2E,
         numbers_of_cap(z.scale / z.softcap) if z.softcap else None,
     )  # fmt: skip
-    cleaned = kept if pieces else None
+    cleaned = kept if exposing else None
     mask = HopperMask(call.given.intervals, call.given.position, table, cleaned)
     first = min(width, 128) if width == 192 else width
     q_, q_rest = _parts(call.q, call.steps[0], GROUP, first, width - first)
@@ -137,8 +144,8 @@ def run_hopper_forward(
                 PADDED=1 << (rows - 1).bit_length(), KEYS=shape.keys, PIECES=pieces,
             )  # fmt: skip
         launches.start(
-            forward, (min(items, multiprocessors(q.device)), 1, 1),
-            kind_of(call, (), wants, width, value_width, shape, sizes.cap is None, valued)
+            forward, (programs, 1, 1),
+            kind_of(call, (), wants, width, value_width, shape, sizes.cap is None, valued, exposing)
             if simple else None,
             (q_, k_, v_, q_rest, k_rest, out, written, call.given.sinks, mask, *sizes),
             4, 1, GROUPS=shape.groups, STAGES=shape.stages, BANDED=banded, PIECES=pieces,
@@ -160,11 +167,14 @@ def differentiate_by_hopper(
 FORWARD = Operators("hopper", once(run_hopper_forward), differentiate_by_hopper, LIBRARY_ON)
 
 
-def _tabled(q: Tensor, k: Tensor, terms: Terms) -> int:
-    """Return the intervals per row of a mask that needs a table; 0 for a band that does not."""
-    if terms.intervals is not None:
-        return terms.intervals.shape[0]
-    return int(terms.band is not None and leaves_keys(q, k, terms.band))
+def _uneven(q: Tensor, terms: Terms, blocks: int) -> bool:
+    """Return whether blocks of rows differ so much that each program should take the next one.
+
+    Programs that take a fixed share of a causal mask can end at very different times.
+    """
+    if terms.band is None or len(terms.band) < 3 or blocks < LEAST_BLOCKS:
+        return False
+    return 4 * (terms.band[2] - terms.band[1]) > q.shape[2]
 
 
 @cache

@@ -31,6 +31,7 @@ from headwise.engines.triton.kernels.maps.map_cells import Totals as Known
 from headwise.engines.triton.kernels.maps.map_held import Bounds, held
 
 PROGRAMS = 1024  # that keep a large GPU busy, a few for each of its multiprocessors
+PARTS = 1 << 25  # numbers of partial cells that are held
 CUTS = 8  # of the range of logarithms in one pass over the keys
 
 
@@ -42,7 +43,7 @@ class Side:
     width: int  # positions per cell; 0 if they are evenly divided
     widest: int
 
-    def cut(self, block: int) -> tuple[int, int, int]:
+    def cut(self, block: int, waste: float = 1.03) -> tuple[int, int, int]:
         """The division of a tile's side among cells: part of a cell, groups of cells, steps.
 
         The largest part that leaves almost nothing of a tile unused.
@@ -53,8 +54,13 @@ class Side:
             found[part] = -(-self.cells * part // block), -(-self.widest // part)
             part *= 2
         least = min(groups * steps for groups, steps in found.values())
-        part = max(p for p, (groups, steps) in found.items() if groups * steps <= 1.03 * least)
+        part = max(p for p, (groups, steps) in found.items() if groups * steps <= waste * least)
         return part, *found[part]
+
+    def fills(self, length: int, block: int, part: int) -> bool:
+        """True if tiles of this side are neighbouring positions, and the axis ends with one."""
+        whole = self.cells * self.widest == length and self.widest % part == 0
+        return whole and length % block == 0 and part in (block, self.widest)
 
 
 def map_call(q: Tensor, k: Tensor, terms: Terms, marks: Marks | None = None) -> Operands:
@@ -72,14 +78,17 @@ def flags(call: Operands) -> dict[str, object]:
 
 
 def fit_map(
-    call: Operands, launch: Callable[[Shape], None], effects: Effects | None = None
+    call: Operands,
+    launch: Callable[[Shape], None],
+    effects: Effects | None = None,
+    kernel: str = "effects",
 ) -> None:
     """Launch on the call's GPU with a tile shape that fits it."""
-    q, kernel, width = call.q, "map", call.padded[0]
-    itemsize = q.itemsize
-    if effects is not None:  # a second product, of gradients and values
-        kernel, itemsize = "effects", max(itemsize, effects.v.itemsize)
-        width = max(width, pad(effects.v))
+    q, width, itemsize = call.q, call.padded[0], call.q.itemsize
+    if effects is None:
+        kernel = "map"
+    else:  # a second product, of gradients and values
+        width, itemsize = max(width, pad(effects.v)), max(itemsize, effects.v.itemsize)
     with on(q.device), launching("of a map"):
         fit(kernel, width, itemsize, card(q.device), launch)
 
@@ -133,17 +142,31 @@ def reduce_cells(
     def launch(shape: Shape) -> None:
         row_part, row_groups, row_steps = rows.cut(shape.rows)
         key_part, key_groups, key_steps = keys.cut(shape.keys)
-        striped = row_steps == 1
-        stripes = key_groups
+        target, striped, stripes = out, row_steps == 1, key_groups
+        if not striped:
+            part, groups, steps = rows.cut(shape.rows, 1.25)
+            if out.numel() * steps <= PARTS:
+                striped, row_part, row_groups, row_steps = True, part, groups, steps
+                target = out.new_zeros(batch, heads, rows.cells * steps, keys.cells)
         if striped:
-            stripes = min(key_groups, max(1, PROGRAMS // (row_groups * heads * batch)))
-        cells[(row_groups * stripes, heads, batch)](
-            call.q, call.k, norms, totals, effects, out, outer_strides(call.q),
+            programs = row_groups * row_steps * heads * batch
+            stripes = min(key_groups, max(1, PROGRAMS // programs))
+        across = row_steps if striped else 1
+        even = striped and keys.fills(call.k.shape[2], shape.keys, key_part)
+        cells[(row_groups * across * stripes, heads, batch)](
+            call.q, call.k, norms, totals, effects, target, outer_strides(call.q),
             outer_strides(call.k), call.given, *call.sizes, rows.cells, keys.cells, rows.width,
             keys.width, row_steps, key_steps, stripes, *norm_strides(norms), ROW_PART=row_part,
             KEY_PART=key_part, LARGEST=largest, **constants(shape), **flags(call),
-            **value_flags(effects), STRIPED=striped,
+            **value_flags(effects), STRIPED=striped, EVEN=even,
         )  # fmt: skip
+        if target is not out:
+            parts = target.unflatten(2, (rows.cells, row_steps))
+            if largest:
+                furthest = parts.abs().argmax(3, keepdim=True)
+                out.copy_(parts.gather(3, furthest).squeeze(3))
+            else:
+                torch.sum(parts, 3, out=out)
 
     fit_map(call, launch, effects)
 

@@ -133,6 +133,7 @@ def operands(
     seed, origin = terms.seed, None
     if seed is not None and seed.ndim:  # the call is part of a larger one
         seed, origin = seed[0], seed[1:]
+    words = None if marks is None else broadcast_strides(marks.words)
     given = Given(
         intervals,
         dense,
@@ -148,9 +149,12 @@ def operands(
         None if largest is None else largest.least,
         None if largest is None else largest.above,
         None if largest is None else largest.last,
-        None if largest is None else largest.least.stride()[:2],
+        None if largest is None else largest.least.stride(0),
+        None if largest is None else largest.least.stride(1),
         None if marks is None else marks.words,
-        None if marks is None else broadcast_strides(marks.words)[:3],
+        None if words is None else words[0],
+        None if words is None else words[1],
+        None if words is None else words[2],
         None if marks is None else marks.run,
     )
     sizes = Sizes(

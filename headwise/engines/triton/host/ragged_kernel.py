@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.launches import Launches
 from headwise.engines.triton.host.operands import on, precision, tile_side, widened
+from headwise.engines.triton.host.tile_shapes import Shape, fit
 from headwise.engines.triton.kernels.ragged import observe_pages
 
 FIGURES = (
@@ -31,26 +33,31 @@ def launch(batch: Any, look: bool, sink_keys: int, marks: Any) -> tuple[Tensor, 
     tokens, heads, width = q.shape
     group = heads // keys.shape[1]
     together = power(group)
-    share = max(LEAST // together, min(MOST // together, power(batch.longest)), 1)
     q, keys, values = widened(q, keys, values)
     out = q.new_zeros(tokens, heads, values.shape[2])
     figures = q.new_zeros(len(FIGURES) if look else 0, heads, tokens, dtype=torch.float32)
     if look:
         figures[:2] = -torch.inf  # padding is of no request
     seen = None if marks is None else marks.pages
-    grid = (-(-batch.longest // share), keys.shape[1], len(batch.query_ends) - 1)
-    with on(q.device):
+
+    def cut(shape: Shape) -> None:
+        most = min(MOST, shape.rows) // together
+        share = max(LEAST // together, min(most, power(batch.longest)), 1)
+        grid = (-(-batch.longest // share), keys.shape[1], len(batch.query_ends) - 1)
         Launches().start(
             observe_pages, grid, None,
             (q, keys, values, batch.sinks, batch.query_ends, batch.key_ends, batch.pages.entries,
             batch.pages.width, None if seen is None else seen.entries,
             0 if seen is None else seen.width, None if marks is None else marks.received,
             out, figures, batch.scale, batch.softcap or 1.0, group, heads, tokens, sink_keys,
-            *q.stride()[:2], *keys.stride()[:2], *values.stride()[:2]), 4, 2,
-            TOKENS=share, GROUP=together, KEYS=64 if width <= 128 else 32, WIDTH=width,
+            *q.stride()[:2], *keys.stride()[:2], *values.stride()[:2]), shape.warps, shape.stages,
+            TOKENS=share, GROUP=together, KEYS=shape.keys, WIDTH=width,
             PADDED=tile_side(width), VALUES=values.shape[2],
             PADDED_VALUES=tile_side(values.shape[2]), PAGE=batch.pages.page,
             MARK_PAGE=1 if seen is None else seen.page, WINDOW=batch.window or 0,
             CAP=batch.softcap is not None, LOOK=look, PRECISION=precision(q.dtype),
         )  # fmt: skip
+
+    with on(q.device):
+        fit("pages", tile_side(max(width, values.shape[2])), q.itemsize, card(q.device), cut)
     return out.to(batch.q.dtype), figures

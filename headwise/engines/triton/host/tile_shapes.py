@@ -36,14 +36,17 @@ _LIKE = {  # the kernel whose shape serves if the table has none
     "full decode": "decode",
     "biased decode": "decode",
     "effects": "map",
+    "peaks": "map",
+    "index": "map",
+    "pages": "map",
 }
 KERNELS = ("forward", "queries", "keys", "narrow", "capped", "capped queries", "capped keys")
 """The kernels that `tuning` measures: the forward, the two backward kernels, the forward for rows
 that see few keys, and the first three with a cap.
 
-The others are "map", "effects" (a map's, with gradients and values), "decode", alone, "full" (with
-all the rows that it takes) or "biased", and the first three "biased". A biased kernel loads data
-for each pair (`loads_pairs`).
+The others are "map", "effects" (a map's, with gradients and values), "peaks" (its totals), "index"
+(an indexer's loss), "decode", alone, "full" (with all the rows that it takes) or "biased", and the
+first three "biased". A biased kernel loads data for each pair (`loads_pairs`).
 """
 
 
@@ -80,6 +83,8 @@ _TABLE = {  # kernel, bytes per element: shapes for padded widths up to 64, 128 
         ("biased decode", 2): (Shape(16, 128, 4, 3), Shape(16, 128, 4, 2), Shape(16, 64, 4, 2)),
         ("map", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 2)),
         ("effects", 2): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 64, 8, 2)),
+        ("peaks", 2): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 64, 8, 2)),
+        ("index", 2): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 64, 8, 2)),
         ("forward", 4): (Shape(128, 64, 8, 2), Shape(128, 64, 8, 2), Shape(64, 32, 8, 1)),
         ("queries", 4): (Shape(64, 32, 4, 1), Shape(64, 32, 4, 1), Shape(64, 16, 4, 1)),
         ("keys", 4): (Shape(32, 64, 4, 1), Shape(32, 64, 4, 1), Shape(16, 64, 4, 1)),
@@ -87,6 +92,7 @@ _TABLE = {  # kernel, bytes per element: shapes for padded widths up to 64, 128 
         ("full decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),
         ("biased decode", 4): (Shape(16, 32, 4, 2), Shape(16, 32, 4, 2), Shape(16, 32, 4, 1)),
         ("map", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 32, 4, 2)),
+        ("pages", 4): (Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(64, 16, 4, 2)),
     },
     "blackwell": {  # as much as Hopper, but products lie in tensor memory
         ("forward", 2): (Shape(64, 128, 4, 3), Shape(128, 64, 8, 3), Shape(128, 64, 8, 2)),
@@ -123,6 +129,7 @@ _TABLE = {  # kernel, bytes per element: shapes for padded widths up to 64, 128 
         ("full decode", 2): (Shape(16, 128, 4, 3), Shape(16, 64, 4, 3), Shape(16, 32, 4, 2)),
         ("biased decode", 2): (Shape(16, 64, 4, 3), Shape(16, 32, 4, 3), Shape(16, 32, 4, 2)),
         ("map", 2): (Shape(128, 64, 4, 2), Shape(128, 64, 4, 2), Shape(64, 64, 4, 2)),
+        ("pages", 2): (Shape(64, 64, 4, 2), Shape(64, 64, 4, 2), Shape(64, 32, 4, 2)),
         ("forward", 4): (Shape(64, 32, 4, 1), Shape(32, 32, 4, 1), Shape(16, 16, 4, 1)),
         ("queries", 4): (Shape(32, 32, 4, 1), Shape(32, 16, 4, 1), Shape(16, 16, 4, 1)),
         ("keys", 4): (Shape(32, 32, 4, 1), Shape(16, 32, 4, 1), Shape(16, 16, 4, 1)),

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 
 SENT = gl.constexpr(5)  # numbers per piece of an entry of the table that are sent
 SLOTS = gl.constexpr(2)  # entries that may be on their way
+TOGETHER = gl.constexpr(8)  # heads whose items are taken in turns
 
 
 class HopperSizes(NamedTuple):
@@ -52,7 +53,7 @@ class HopperMask(NamedTuple):
     intervals: Tensor | None = None  # (P, 2, B|1, Hq|1, N) int32
     position: Tensor | None = None  # (B|1, N) int32; if None, row i is at i + shift
     table: Tensor | None = None  # int32, as `item_blocks` writes it
-    v: Tensor | None = None  # of which blocks may need cleaning
+    v: Tensor | None = None  # of which blocks may need cleaning; None if none does
 
 
 @gluon.jit
@@ -87,11 +88,15 @@ def work(item, z, ROWS: gl.constexpr, KEYS: gl.constexpr, BANDED: gl.constexpr):
 def place_of(item, z, ROWS: gl.constexpr):
     """Return an item's batch entry, head and block of rows, for a mask with a table.
 
-    Late rows tend to see more keys, so they come first: what runs last should be short.
+    A few heads at a time, so that programs share their keys, and late rows first: they tend to see
+    more keys, and what runs last should be short.
     """
     blocks = gl.cdiv(z.queries, ROWS)
-    line = item // blocks
-    return line // z.heads, line % z.heads, blocks - 1 - item % blocks
+    part = item // (blocks * TOGETHER)
+    n = item - part * (blocks * TOGETHER)
+    count = gl.minimum(z.items // blocks - part * TOGETHER, TOGETHER)
+    line = part * TOGETHER + n % count
+    return line // z.heads, line % z.heads, blocks - 1 - n // count
 
 
 @gluon.jit
@@ -179,8 +184,12 @@ def met_by(n, extent, bounds, KEYS: gl.constexpr, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def blocks_with_rest(extent, KEYS: gl.constexpr, BLOCK: gl.constexpr):
+def blocks_with_rest(extent, KEYS: gl.constexpr, BLOCK: gl.constexpr, PIECES: gl.constexpr):
     """Return the number of blocks before those whose moments `row_moments` takes, in BLOCKs."""
-    _, inner, outer, edges, _ = extent
+    if PIECES == 0:
+        _, inner, outer, _, _ = extent
+    else:
+        _, inner, outer, _, _ = extent[0]
+    edges = extent[3]
     whole = gl.minimum(outer * KEYS // BLOCK * (BLOCK // KEYS), outer - inner)
     return edges + outer - inner - whole

@@ -127,39 +127,56 @@ def load_values(v, values, barriers, place, count, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_item(
-    call, b, h, i0, extent, dirty, done, round,
+def load_block(
+    call, b, h, i0, n, extent, dirty, done, round,
     KEYS: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """Load an item's rows, and its keys and values in turns; the first keys need no rows' room."""
+    """Load an item's n-th block of keys, with the first one its rows, and then its values."""
     q, k, v, rows, keys, values, barriers, _, z, mask = call
     rows_full, rows_empty = barriers[0], barriers[1]
     values_full, values_empty = barriers[4], barriers[5]
     GROUPS: gl.constexpr = rows[0].shape[0]
     kh = h // z.group
-    for n in range(extent[4]):
-        start = first_key(n, extent, KEYS, PIECES)
-        load_keys(k, keys, barriers, (b, kh, start), done + n, STAGES)
-        if n == 0:
-            for w in gl.static_range(GROUPS):
-                mbarrier.wait(rows_empty.index(w), (round & 1) ^ 1)
-                load_both(q, rows, rows_full.index(w), w, b, h, i0 + w * GROUP)
-        if v is not None:
-            if PIECES > 0:
-                second = block_of(n, extent, KEYS, PIECES)[2]
-                bad = gl.where(second, dirty[1], dirty[0])
-                if (bad > 0) & (n < extent[3]):
-                    at, turn = (done + n) % STAGES, ((done + n) // STAGES) & 1
-                    mbarrier.wait(values_empty.index(at), turn ^ 1)
-                    clean_values(
-                        whole_tile(values, at), b, h, i0, start, second, z, mask, GROUPS * GROUP,
-                        BANDED, PIECES,
-                    )  # fmt: skip
-                    mbarrier.arrive(values_full.index(at), count=1)
-                else:
-                    load_values(v, values, barriers, (b, kh, start), done + n, STAGES)
+    start = first_key(n, extent, KEYS, PIECES)
+    load_keys(k, keys, barriers, (b, kh, start), done + n, STAGES)
+    if n == 0:
+        for w in gl.static_range(GROUPS):
+            mbarrier.wait(rows_empty.index(w), (round & 1) ^ 1)
+            load_both(q, rows, rows_full.index(w), w, b, h, i0 + w * GROUP)
+    if v is not None:
+        if mask.v is None:
+            load_values(v, values, barriers, (b, kh, start), done + n, STAGES)
+        else:
+            second = block_of(n, extent, KEYS, PIECES)[2]
+            bad = gl.where(second, dirty[1], dirty[0])
+            if (bad > 0) & (n < extent[3]):
+                at, turn = (done + n) % STAGES, ((done + n) // STAGES) & 1
+                mbarrier.wait(values_empty.index(at), turn ^ 1)
+                clean_values(
+                    whole_tile(values, at), b, h, i0, start, second, z, mask, GROUPS * GROUP,
+                    BANDED, PIECES,
+                )  # fmt: skip
+                mbarrier.arrive(values_full.index(at), count=1)
             else:
                 load_values(v, values, barriers, (b, kh, start), done + n, STAGES)
+
+
+@gluon.jit
+def offer(call, item, round, PIECES: gl.constexpr):
+    """Send an item and its entry of the table to the consumers; return both as `load` uses them.
+
+    The last one is an item that does not exist.
+    """
+    _, _, _, rows, _, _, barriers, info, z, mask = call
+    ROWS: gl.constexpr = rows[0].shape[0] * GROUP
+    b, h, block = place_of(gl.minimum(item, z.items - 1), z, ROWS)
+    one, dirty = entry_of(mask, b, h, block, z, 0, PIECES)
+    two, dirty2 = one, dirty
+    if PIECES == 2:
+        two, dirty2 = entry_of(mask, b, h, block, z, 1, PIECES)
+    send(info, round % SLOTS, item, one, two, PIECES)
+    mbarrier.arrive(barriers[7].index(round % SLOTS), count=1)
+    return item, b, h, block * ROWS, of_pieces(one, two, PIECES), (dirty, dirty2)
 
 
 @gluon.jit
@@ -167,34 +184,30 @@ def load(
     call, KEYS: gl.constexpr, STAGES: gl.constexpr, BANDED: gl.constexpr, PIECES: gl.constexpr
 ):
     """Run the producer warp: load item after item."""
-    _, _, _, rows, _, _, barriers, info, z, mask = call
-    ROWS: gl.constexpr = rows[0].shape[0] * GROUP
+    _, _, _, rows, _, _, _, _, z, mask = call
     done, round = 0, 0
     if PIECES == 0:
+        ROWS: gl.constexpr = rows[0].shape[0] * GROUP
         for item in range(gl.program_id(0), z.items, gl.num_programs(0)):
             b, h, i0, extent = work(item, z, ROWS, KEYS, BANDED)
-            load_item(call, b, h, i0, extent, None, done, round, KEYS, STAGES, BANDED, PIECES)
+            for n in range(extent[4]):
+                load_block(
+                    call, b, h, i0, n, extent, None, done, round, KEYS, STAGES, BANDED, PIECES,
+                )  # fmt: skip
             done, round = done + extent[4], round + 1
     else:
-        sent = barriers[7]
-        item = gl.program_id(0)
+        item, b, h, i0, extent, dirty = offer(call, gl.program_id(0), 0, PIECES)
         while item < z.items:
-            b, h, block = place_of(item, z, ROWS)
-            one, dirty = entry_of(mask, b, h, block, z, 0, PIECES)
-            two, dirty2 = one, dirty
-            if PIECES == 2:
-                two, dirty2 = entry_of(mask, b, h, block, z, 1, PIECES)
-            # Its slot is free: the rows of the item before the last one were waited for.
-            send(info, round % SLOTS, item, one, two, PIECES)
-            mbarrier.arrive(sent.index(round % SLOTS), count=1)
-            # The table begins with the number of items that were taken after the first ones.
-            item = gl.num_programs(0) + gl.atomic_add(mask.table, 1, sem="relaxed")
-            extent = of_pieces(one, two, PIECES)
-            load_item(
-                call, b, h, block * ROWS, extent, (dirty, dirty2), done, round, KEYS, STAGES,
-                BANDED, PIECES,
-            )  # fmt: skip
+            coming = item, b, h, i0, extent, dirty
+            for n in range(extent[4]):
+                load_block(
+                    call, b, h, i0, n, extent, dirty, done, round, KEYS, STAGES, BANDED, PIECES,
+                )  # fmt: skip
+                # While the consumers are busy, the next item is taken and sent. Its slot is free:
+                # this item's rows were loaded, so consumers have received the one before it.
+                if n == gl.minimum(extent[4], STAGES) - 1:
+                    # The table begins with the number of items taken after the first ones.
+                    taken = gl.num_programs(0) + gl.atomic_add(mask.table, 1, sem="relaxed")
+                    coming = offer(call, taken, round + 1, PIECES)
             done, round = done + extent[4], round + 1
-        end = (item, item, item, item, item)  # there is no such item
-        send(info, round % SLOTS, item, end, end, PIECES)
-        mbarrier.arrive(sent.index(round % SLOTS), count=1)
+            item, b, h, i0, extent, dirty = coming

@@ -102,10 +102,13 @@ def tile_of(
         base, rest = row_totals(totals, line, here)
         e, _s = weights_at(
             tile_q, k, start_k, ks[2], t, z, b, h, i, position, base, rest, j, WIDTH, PADDED,
-            PRECISION, PIECES, CAP,
+            PRECISION, PIECES, CAP, False,
         )  # fmt: skip
         target += tl.exp2(e)
         shown = tl.maximum(shown, (e > NOTHING).to(tl.float32))
+    if t.words is not None:  # all heads keep the same keys
+        kept = marked(t, z, b, tl.program_id(1), i[:, None], j[None, :])
+        target, shown = tl.where(kept, target, 0.0), tl.where(kept, shown, 0.0)
     tile_k = rows_of(x.k, b.to(tl.int64) * z.keys * WIDE, WIDE, j, j < z.keys, WIDE, PADDED_WIDE)
     scores = tl.zeros([i.shape[0], j.shape[0]], tl.float32)
     for n in tl.range(0, index_heads):

@@ -23,7 +23,10 @@ INTERPRETED = tl.constexpr(INTERPRETING)
 
 
 class Given(NamedTuple):
-    """Masks, biases, sinks and dropout seed, as kernels take them. None costs a kernel nothing."""
+    """Masks, biases, sinks and dropout seed, as kernels take them. None costs a kernel nothing.
+
+    Strides that may be 1 stand by themselves: Triton 3.6 loses a 1 in a tuple inside of this one.
+    """
 
     intervals: Tensor | None  # (P, 2, B|1, Hq|1, N) int32, contiguous
     dense: Tensor | None  # (B|1, Hq|1, N|1, M|1) as int8
@@ -39,9 +42,12 @@ class Given(NamedTuple):
     least: Tensor | None = None  # (B, Hq, N) float32: a row keeps only logits from this one on
     above: Tensor | None = None  # (B, Hq, N) float32: of those below it, keys up to `last`
     last: Tensor | None = None  # (B, Hq, N) int32
-    row_strides: tuple[int, ...] | None = None  # of batch and head in these three
+    row_batch: int | None = None  # strides of these three
+    row_head: int | None = None
     words: Tensor | None = None  # (B|1, Hq|1, N|1, W) int32: a bit for each run that a row keeps
-    word_strides: tuple[int, ...] | None = None
+    word_batch: int | None = None  # its strides
+    word_head: int | None = None
+    word_row: int | None = None
     run: int | None = None  # keys per bit
 
 
@@ -219,7 +225,7 @@ def logits(
 def kept_only(s, t, z, b, h, i, j):
     """Hide logits that are not among those that their row keeps; NaN stays."""
     if t.least is not None:
-        line = b.to(tl.int64) * t.row_strides[0] + h.to(tl.int64) * t.row_strides[1]
+        line = b.to(tl.int64) * t.row_batch + h.to(tl.int64) * t.row_head
         line += tl.minimum(i, z.queries - 1)
         late = (s < tl.load(t.above + line)) & (j > tl.load(t.last + line))
         s = tl.where((s < tl.load(t.least + line)) | late, NOTHING, s)
@@ -231,8 +237,8 @@ def kept_only(s, t, z, b, h, i, j):
 @triton.jit
 def marked(t, z, b, h, i, j):
     """Return True where the bit of key j is set for row i."""
-    line = b.to(tl.int64) * t.word_strides[0] + h.to(tl.int64) * t.word_strides[1]
-    line += tl.minimum(i, z.queries - 1).to(tl.int64) * t.word_strides[2]
+    line = b.to(tl.int64) * t.word_batch + h.to(tl.int64) * t.word_head
+    line += tl.minimum(i, z.queries - 1).to(tl.int64) * t.word_row
     number = j // t.run
     word = tl.load(t.words + line + (number >> 5), mask=(j >= 0) & (j < z.keys) & (i >= 0), other=0)
     return ((word >> (number & 31)) & 1) != 0

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwise.core.row_sums import HEAVY
 from headwise.engines.triton.kernels.tile import (
     LOG2E,
     LOOSE,
@@ -31,6 +32,8 @@ from headwise.engines.triton.kernels.tile import (
     positions,
     reciprocal,
 )
+
+HEAVIEST = tl.constexpr(HEAVY)
 
 
 class Totals(NamedTuple):
@@ -48,7 +51,6 @@ class Effects(NamedTuple):
     grad_strides: tuple[int, ...]
     v_strides: tuple[int, ...]
     product: Tensor  # (B, Hq, N) float32 each: grad · out
-    peak: Tensor  # the number of the key with the largest logit, int32
     peak_effect: Tensor
 
 
@@ -75,8 +77,11 @@ def rows_of(x, start, row_step, at, inside, WIDTH: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
-def seen_pairs(t, z, b, h, i, j, PIECES: tl.constexpr):
-    """Return True where a row of i (rows, 1) sees a key of j (1, keys)."""
+def seen_pairs(t, z, b, h, i, j, PIECES: tl.constexpr, MARKED: tl.constexpr = True):
+    """Return True where a row of i (rows, 1) sees a key of j (1, keys).
+
+    MARKED: and keeps it, if rows keep some of their keys.
+    """
     seen = (j >= 0) & (i >= 0)
     if t.dense is not None:
         seen = dense_seen(t, z, b, h, i, j)
@@ -86,7 +91,7 @@ def seen_pairs(t, z, b, h, i, j, PIECES: tl.constexpr):
     if PIECES == 2:
         first, last = interval(t, z, 1, b, h, i)
         seen = seen | ((j >= first) & (j < last))
-    if t.words is not None:
+    if MARKED and t.words is not None:
         seen = seen & marked(t, z, b, h, i, j)
     return seen
 
@@ -158,19 +163,18 @@ def products(
 
 @triton.jit
 def marks_of(w, line, here):
-    """Load what `effects` needs of each row: grad · out, its peak and the peak's effect."""
+    """Load what `effects` needs of each row: grad · out, and the effect of its peak."""
     product = tl.load(w.product + line, mask=here, other=0.0)
-    peak = tl.load(w.peak + line, mask=here, other=-1)
-    return product, peak, tl.load(w.peak_effect + line, mask=here, other=0.0)
+    return product, tl.load(w.peak_effect + line, mask=here, other=0.0)
 
 
 @triton.jit
-def effects(e, c, marks, at):
-    """Return p/(1 - p) · (grad · out - c) for log2 of p and c = grad · v; the peak's is known."""
-    product, peak, known = marks
+def effects(e, c, marks):
+    """Return p/(1 - p) · (grad · out - c) for log2 of p, c = grad · v; a heavy key's is known."""
+    product, known = marks
     p = tl.exp2(e)
     x = p * reciprocal(1.0 - p) * (product[:, None] - c)
-    return tl.where(at[None, :] == peak[:, None], known[:, None], x)
+    return tl.where(p > HEAVIEST, known[:, None], x)
 
 
 @triton.jit
@@ -191,7 +195,7 @@ def weigh(
     e = log_weights(s, base, rest)
     if w is not None:
         c = products(w, tile_g, b, h // z.group, at, inside, VALUES, PADDED_VALUES, VALUE_PRECISION)
-        x = effects(e, c, marks, at)
+        x = effects(e, c, marks)
         if MASKED:
             seen = seen_pairs(t, z, b, h, i[:, None], at[None, :], PIECES)
             x = tl.where(seen & inside[None, :] & (base != float("inf"))[:, None], x, 0.0)
@@ -221,12 +225,13 @@ def weigh(
 
 @triton.jit
 def put_cells(
-    out, acc, line, row, column, row_cells, key_cells, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    ROW_PART: tl.constexpr, KEY_PART: tl.constexpr, LARGEST: tl.constexpr, SIGNED: tl.constexpr,
+    out, acc, line, row, column, row_cells, key_cells, pieces, piece, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, ROW_PART: tl.constexpr, KEY_PART: tl.constexpr, LARGEST: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write the sums or the largest numbers of a tile's cells, of which `row` and `column` start.
 
-    SIGNED: the numbers are effects, not logarithms of weights.
+    They are a `piece` of the rows of a cell. SIGNED: effects, not logarithms of weights.
     """
     found = tl.reshape(acc, (ROWS // ROW_PART, ROW_PART, KEYS // KEY_PART, KEY_PART))
     if LARGEST:
@@ -243,10 +248,65 @@ def put_cells(
     row = row + tl.arange(0, ROWS // ROW_PART)
     column = column + tl.arange(0, KEYS // KEY_PART)
     tl.store(
-        out + (line + row)[:, None] * key_cells + column[None, :],
+        out + (line + row * pieces + piece)[:, None] * key_cells + column[None, :],
         found,
         mask=(row < row_cells)[:, None] & (column < key_cells)[None, :],
     )
+
+
+@triton.jit
+def sweep(
+    acc, none, n0, n1, end, tile_q, k, norms, start_k, k_row, start_norms, t, z, b, h, i, totals,
+    position, w, tile_g, marks, out, out_line, out_row, row_cells, key_cells, key_width, key_steps,
+    pieces, piece, ROWS: tl.constexpr, KEYS: tl.constexpr, ROW_PART: tl.constexpr,
+    KEY_PART: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    PIECES: tl.constexpr, CAP: tl.constexpr, LARGEST: tl.constexpr, VALUES: tl.constexpr,
+    PADDED_VALUES: tl.constexpr, VALUE_PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Go through the tiles [n0, n1) of some rows, and write each cell that is done; `end` ends all.
+
+    EVEN: tiles are neighbouring keys, all of which exist.
+    """
+    across: tl.constexpr = KEYS // KEY_PART
+    for n in tl.range(n0, n1):
+        column, step = n // key_steps, n % key_steps
+        if EVEN:
+            at = n * KEYS + tl.arange(0, KEYS)
+            inside = at >= 0
+        else:
+            key_cell = column * across + tl.arange(0, KEYS) // KEY_PART
+            at = edge_of(key_cell, key_cells, z.keys, key_width) + step * KEY_PART
+            at += tl.arange(0, KEYS) % KEY_PART
+            inside = at < edge_of(key_cell + 1, key_cells, z.keys, key_width)
+            at = tl.minimum(at, z.keys - 1)
+        acc = weigh(
+            acc, tile_q, k, norms, start_k, k_row, start_norms, t, z, b, h, i, totals, position, at,
+            inside, w, tile_g, marks, WIDTH, PADDED, PRECISION, PIECES, CAP, LARGEST, VALUES,
+            PADDED_VALUES, VALUE_PRECISION, MASKED,
+        )  # fmt: skip
+        done = (step == key_steps - 1) | (n == end - 1)
+        if done:
+            put_cells(
+                out, acc, out_line, out_row, column * across, row_cells, key_cells, pieces, piece,
+                ROWS, KEYS, ROW_PART, KEY_PART, LARGEST, w is not None,
+            )  # fmt: skip
+        acc = tl.where(done, none, acc)
+    return acc
+
+
+@triton.jit
+def clean_tiles(t, z, b, h, i, n0, n1, KEYS: tl.constexpr, PIECES: tl.constexpr):
+    """Return the part of the tiles [n0, n1) in which every row sees every key."""
+    first, last = n0, n0
+    if t.dense is None and t.words is None:
+        if PIECES == 0:
+            last = n1
+        if PIECES == 1:
+            seen_first, seen_last = interval(t, z, 0, b, h, i)
+            first = tl.minimum(tl.maximum(tl.cdiv(tl.max(seen_first, 0), KEYS), n0), n1)
+            last = tl.minimum(tl.maximum(tl.min(seen_last, 0) // KEYS, first), n1)
+    return first, last
 
 
 @triton.jit(do_not_specialize=[
@@ -262,12 +322,14 @@ def cells(
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROW_PART: tl.constexpr, KEY_PART: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
     CAP: tl.constexpr, LARGEST: tl.constexpr, VALUES: tl.constexpr, PADDED_VALUES: tl.constexpr,
-    VALUE_PRECISION: tl.constexpr, STRIPED: tl.constexpr,
+    VALUE_PRECISION: tl.constexpr, STRIPED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS // ROW_PART row cells by KEYS // KEY_PART key cells; a tile has a PART of each.
 
-    out is (B, Hq, row_cells, key_cells). STRIPED: a tile has all rows of its cells; one of
-    `stripes` programs takes many tiles beside each other, and cells that no row sees stay 0.
+    out is (B, Hq, row_cells, key_cells). STRIPED: a tile's rows stay the same; one of `stripes`
+    programs takes many tiles beside each other, and cells that no row sees stay 0. If a cell has
+    more rows, out is (B, Hq, row_cells · row_steps, key_cells), a line for each part of a cell.
+    EVEN: tiles are neighbouring keys, all of which exist.
     """
     z = Sizes(
         queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
@@ -280,6 +342,10 @@ def cells(
     group_of_rows, group_of_keys = tl.program_id(0) // stripes, tl.program_id(0) % stripes
     if PIECES > 0:  # late rows of a causal mask see the most keys
         group_of_rows = tl.num_programs(0) // stripes - 1 - group_of_rows
+    pieces, piece = 1, 0
+    if STRIPED:
+        pieces, piece = row_steps, group_of_rows % row_steps
+        group_of_rows = group_of_rows // row_steps
     h, b = tl.program_id(1), tl.program_id(2)
     row_cell = group_of_rows * (ROWS // ROW_PART) + tl.arange(0, ROWS) // ROW_PART
     row_first = edge_of(row_cell, row_cells, queries, row_width)
@@ -291,14 +357,14 @@ def cells(
     start_k = b.to(tl.int64) * ks[0] + kh.to(tl.int64) * ks[1]
     start_norms = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head
     line = (b * tl.num_programs(1) + h).to(tl.int64) * queries
-    out_line = (b * tl.num_programs(1) + h).to(tl.int64) * row_cells
+    out_line = (b * tl.num_programs(1) + h).to(tl.int64) * row_cells * pieces
     out_row = group_of_rows * (ROWS // ROW_PART)
     none = tl.zeros([ROWS, KEYS], tl.float32)
     if LARGEST and w is None:
         none += NOTHING
     acc = none
     if STRIPED:
-        i = row_first + row_offset
+        i = row_first + piece * ROW_PART + row_offset
         here = i < row_last
         i = tl.minimum(i, queries - 1)
         tile_q = rows_of(q, start_q, qs[2], i, here, WIDTH, PADDED)
@@ -323,23 +389,28 @@ def cells(
             n0 = tl.maximum(n0, first // across * key_steps)
             n1 = tl.minimum(n1, (last // across + 1) * key_steps)
         n1 = tl.where(begin < end, n1, n0)
-        for n in tl.range(n0, n1):
-            column, step = n // key_steps, n % key_steps
-            key_cell = column * across + tl.arange(0, KEYS) // KEY_PART
-            at = edge_of(key_cell, key_cells, keys, key_width) + step * KEY_PART + key_offset
-            inside = at < edge_of(key_cell + 1, key_cells, keys, key_width)
-            acc = weigh(
-                acc, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i, sums, position,
-                tl.minimum(at, keys - 1), inside, w, tile_g, marks, WIDTH, PADDED, PRECISION,
-                PIECES, CAP, LARGEST, VALUES, PADDED_VALUES, VALUE_PRECISION, True,
+        first, last = n0, n0
+        if EVEN:
+            first, last = clean_tiles(t, z, b, h, i, n0, n1, KEYS, PIECES)
+            acc = sweep(
+                acc, none, n0, first, n1, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h,
+                i, sums, position, w, tile_g, marks, out, out_line, out_row, row_cells, key_cells,
+                key_width, key_steps, pieces, piece, ROWS, KEYS, ROW_PART, KEY_PART, WIDTH, PADDED,
+                PRECISION, PIECES, CAP, LARGEST, VALUES, PADDED_VALUES, VALUE_PRECISION, EVEN, True,
             )  # fmt: skip
-            done = (step == key_steps - 1) | (n == n1 - 1)
-            if done:
-                put_cells(
-                    out, acc, out_line, out_row, column * across, row_cells, key_cells, ROWS, KEYS,
-                    ROW_PART, KEY_PART, LARGEST, w is not None,
-                )  # fmt: skip
-            acc = tl.where(done, none, acc)
+            acc = sweep(
+                acc, none, first, last, n1, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b,
+                h, i, sums, position, w, tile_g, marks, out, out_line, out_row, row_cells,
+                key_cells, key_width, key_steps, pieces, piece, ROWS, KEYS, ROW_PART, KEY_PART,
+                WIDTH, PADDED, PRECISION, PIECES, CAP, LARGEST, VALUES, PADDED_VALUES,
+                VALUE_PRECISION, EVEN, False,
+            )  # fmt: skip
+        acc = sweep(
+            acc, none, last, n1, n1, tile_q, k, norms, start_k, ks[2], start_norms, t, z, b, h, i,
+            sums, position, w, tile_g, marks, out, out_line, out_row, row_cells, key_cells,
+            key_width, key_steps, pieces, piece, ROWS, KEYS, ROW_PART, KEY_PART, WIDTH, PADDED,
+            PRECISION, PIECES, CAP, LARGEST, VALUES, PADDED_VALUES, VALUE_PRECISION, EVEN, True,
+        )  # fmt: skip
     else:
         key_cell = group_of_keys * across + tl.arange(0, KEYS) // KEY_PART
         key_first = edge_of(key_cell, key_cells, keys, key_width)
@@ -377,6 +448,6 @@ def cells(
                         True,
                     )  # fmt: skip
         put_cells(
-            out, acc, out_line, out_row, group_of_keys * across, row_cells, key_cells, ROWS, KEYS,
-            ROW_PART, KEY_PART, LARGEST, w is not None,
+            out, acc, out_line, out_row, group_of_keys * across, row_cells, key_cells, pieces,
+            piece, ROWS, KEYS, ROW_PART, KEY_PART, LARGEST, w is not None,
         )  # fmt: skip

@@ -49,14 +49,14 @@ class Bounds(NamedTuple):
 def weights_at(
     tile_q, k, start_k, k_row, t, z, b, h, i, position, base, rest, j,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, MARKED: tl.constexpr = True,
 ):  # fmt: skip
     """Return log2 of the weights on the keys j, (rows, keys), and their logits; -inf if hidden."""
     inside = j < z.keys
     tile_k = rows_of(k, start_k, k_row, j, inside, WIDTH, PADDED)
     s = tl.dot(tile_q, tile_k.T, input_precision=PRECISION)
     s, _bent = bend(s, t, z, b, h, i[:, None], j[None, :], position[:, None], CAP)
-    seen = seen_pairs(t, z, b, h, i[:, None], j[None, :], PIECES) & inside[None, :]
+    seen = seen_pairs(t, z, b, h, i[:, None], j[None, :], PIECES, MARKED) & inside[None, :]
     seen = seen & (base != float("inf"))[:, None]
     return tl.where(seen, log_weights(s, base, rest), NOTHING), s
 

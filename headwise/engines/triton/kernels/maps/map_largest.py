@@ -78,7 +78,7 @@ def largest(
         x = e
         if w is not None:
             c = products(w, tile_g, b, kh, j, inside, VALUES, PADDED_VALUES, VALUE_PRECISION)
-            x = tl.where(lost[:, None], 0.0, effects(e, c, marks, j))
+            x = tl.where(lost[:, None], 0.0, effects(e, c, marks))
             e = tl.abs(x)
         if norms is not None:
             start = b.to(tl.int64) * norm_batch + kh.to(tl.int64) * norm_head

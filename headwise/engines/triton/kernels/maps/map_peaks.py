@@ -35,28 +35,34 @@ def add_keys(
     if MASKED and t.dense is not None:
         s = tl.where((j < limit)[None, :], s, NOTHING)
     c = products(w, tile_g, b, h // z.group, j, j < limit, VALUES, PADDED_VALUES, VALUE_PRECISION)
-    best, key, product, base, total, value = sums
-    top, at = tl.max(s, 1, return_indices=True)
-    chosen = column[None, :] == at[:, None]
-    here = tl.sum(tl.where(chosen, c, 0.0), 1)
+    best, product, base, total, value = sums
+    top = tl.max(s, 1)
+    chosen = s == tl.where(top == NOTHING, float("inf"), top)[:, None]
+    # Several keys may share the largest logit: one stands for all, the others join the rest.
+    count = tl.sum(tl.where(chosen, 1.0, 0.0), 1)
+    here = tl.sum(tl.where(chosen, c, 0.0), 1) / tl.maximum(count, 1.0)
     s = tl.where(chosen, NOTHING, s)
     higher = top > best
     lesser, lost = tl.where(higher, best, top), tl.where(higher, product, here)
     best, product = tl.where(higher, top, best), tl.where(higher, here, product)
-    key = tl.where(higher, j0 + at, key)
-    level = tl.maximum(tl.maximum(base, lesser), tl.max(s, 1))
+    crowd = tl.where(count > 1.0, top, NOTHING)
+    level = tl.maximum(tl.maximum(base, lesser), tl.maximum(crowd, tl.max(s, 1)))
     safe = tl.where(level == NOTHING, 0.0, level)
     p = tl.exp2((s - safe[:, None]) * LOG2E)
     shrink, one = tl.exp2((base - safe) * LOG2E), tl.exp2((lesser - safe) * LOG2E)
-    total = total * shrink + one + tl.sum(p, 1)
-    c = tl.where(p == 0.0, 0.0, p * c)  # a hidden value may be anything
-    value = value * shrink + tl.where(one == 0.0, 0.0, one * lost) + tl.sum(c, 1)
-    return best, key, product, level, total, value
+    more = tl.where(count > 1.0, tl.exp2((crowd - safe) * LOG2E) * (count - 1.0), 0.0)
+    total = total * shrink + one + more + tl.sum(p, 1)
+    c = p * c
+    if MASKED:
+        c = tl.where(p == 0.0, 0.0, c)  # a hidden value may be anything
+    lost = tl.where(one == 0.0, 0.0, one * lost) + tl.where(more == 0.0, 0.0, more * here)
+    value = value * shrink + lost + tl.sum(c, 1)
+    return best, product, level, total, value
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def peaks(
-    q, k, w, best_out, key_out, product_out, base_out, total_out, value_out, qs, ks, t,
+    q, k, w, best_out, product_out, base_out, total_out, value_out, qs, ks, t,
     queries, keys, group, first_key, reach, shift, low, high, interval_step, interval_batch,
     interval_head, position_batch, threshold, scale, softcap, kept_share,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
@@ -80,7 +86,7 @@ def peaks(
     position = positions(t, z, b, i)
     zero = tl.zeros([ROWS], tl.float32)
     nothing = zero + NOTHING
-    sums = nothing, tl.zeros([ROWS], tl.int32) - 1, zero, nothing, zero, zero
+    sums = nothing, zero, nothing, zero, zero
     for piece in tl.static_range(PIECES if PIECES > 0 else 1):
         first, last, lowest, highest = bounds(t, z, piece, b, h, i, PIECES)
         # As in `map_lse`: whole blocks that every row sees come first and need no mask.
@@ -105,11 +111,10 @@ def peaks(
                 VALUES, PADDED_VALUES, VALUE_PRECISION, True,
             )  # fmt: skip
 
-    best, key, product, base, total, value = sums
+    best, product, base, total, value = sums
     best = tl.where(total == total, best, total)  # a maximum may drop NaN
     line = (b * tl.num_programs(1) + h).to(tl.int64) * queries + i
     tl.store(best_out + line, best, mask=there)
-    tl.store(key_out + line, tl.where(best == NOTHING, -1, key), mask=there)
     tl.store(product_out + line, tl.where(best == NOTHING, 0.0, product), mask=there)
     tl.store(base_out + line, base, mask=there)
     tl.store(total_out + line, total, mask=there)

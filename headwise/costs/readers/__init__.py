@@ -1,1 +1,0 @@
-"""Readers: from a module or a configuration to the architecture that is counted."""
