@@ -23,6 +23,7 @@ PARTS = {
         *("tests/core", "tests/maps", "tests/test_attention.py", "tests/test_dropout.py"),
         *("tests/test_errors.py", "tests/test_mask.py", "tests/engines/test_agreement.py"),
         *("tests/watching/test_adapters_masks.py", "tests/nn/test_caches.py", "headwise/core"),
+        *("tests/engines/test_triton_parts.py", "tests/engines/test_triton_edges.py"),
     ),
     "maps": (
         *("tests/maps", "tests/core", "tests/test_errors.py", "tests/engines/test_transforms.py"),
@@ -31,6 +32,7 @@ PARTS = {
     "watching": (
         *("tests/watching", "tests/nn/test_swap.py", "tests/distributed/test_model_parallel.py"),
         *("tests/apps/cli/test_watch.py", "tests/apps/train/test_watched.py"),
+        *("tests/engines/test_triton_ragged.py", "tests/engines/test_triton_recording.py"),
         "headwise/watching",
     ),
     "distributed": ("tests/distributed", "headwise/distributed", "headwise/watching/ranks"),

@@ -24,6 +24,7 @@ class Folded(nn.Module):
     def __init__(self, heads: int, stated: bool) -> None:
         super().__init__()
         self.qkv, self.parts = nn.Linear(16, 48), heads
+        self.mask: Tensor | None = None
         if stated:
             self.num_heads = heads
 
@@ -33,17 +34,22 @@ class Folded(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.scaled_dot_product_attention(*self.folded(x))
+        out = F.scaled_dot_product_attention(*self.folded(x), self.mask)
         return out.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2)
 
 
-def test_heads_in_the_batch_are_told_apart_by_what_the_module_states() -> None:
+@pytest.mark.parametrize("masks", [0, 1, 8])
+def test_heads_in_the_batch_are_told_apart_by_what_the_module_states(masks: int) -> None:
     model, x = Folded(4, stated=True).eval(), torch.randn(2, 6, 16)
+    seen_by = torch.rand(max(1, masks), 6, 6) < 0.6
+    seen_by |= torch.eye(6, dtype=torch.bool) | (masks == 0)
+    model.mask = seen_by if masks else None
     with torch.no_grad(), hw.watch(model) as seen:
         model(x)
         q, k, _ = model.folded(x)
     assert seen.heads()["head"] == [0, 1, 2, 3]
-    weights = torch.softmax(q @ k.mT / 2, -1).unflatten(0, (2, 4))
+    logits = (q @ k.mT / 2).masked_fill(~seen_by, -torch.inf)
+    weights = torch.softmax(logits, -1).unflatten(0, (2, 4))
     for head in range(4):
         torch.testing.assert_close(seen.map(0, head, 1)[0, 0], weights[1, head])
     entropy = torch.special.entr(weights).sum(-1).mean((0, 2))
