@@ -23,6 +23,7 @@ def asked(amap: hw.AttentionMap) -> dict[str, Tensor]:
         "all": amap.to_tensor(), "some": amap[0, 0, 5:9, 3:17], "one": amap[0, 0, 20],
         "mean": amap.pool(5), "max": amap.pool(7, how="max"), "received": amap.received(),
         "mass": amap.mass(2, 11), "top": weights, "keys": keys, "lse": amap.lse,
+        "lse of a head": amap.head(0, 0).lse,
         "tile": amap.head(0, 0).tile(0, 0, 0),
     }  # fmt: skip
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BigBirdPegasusConfig,
@@ -18,7 +20,8 @@ from transformers import (
 import headwise as hw
 import headwise.transformers
 from headwise.watching.adapters import implementation as ours
-from headwise.watching.adapters.mask_tensor import MaskTensor
+from headwise.watching.adapters.mask_tensor import MaskTensor, UnwrittenMask
+from headwise.watching.adapters.traced_rules import TracedRule
 from tests.watching.foreign import B, N, implementation, inputs, model_of
 
 
@@ -69,18 +72,31 @@ def test_a_model_that_adds_the_mask_itself_hides_what_is_hidden() -> None:
     torch.testing.assert_close(states["headwise"], states["eager"])
 
 
-@pytest.mark.parametrize("way", [
+ADDED: list[Callable[[Tensor, Any], Tensor]] = [
     lambda s, m: s + m,
     lambda s, m: m + s,
     lambda s, m: s.add(m),
     lambda s, m: s + m[:, :, :, :3],
     lambda s, m: s + m.to(s.dtype),
     lambda s, m: s + m[:, :, :, :3].expand(2, 4, 3, 3),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ADDED)
 def test_a_mask_that_is_added_hides(way: Any) -> None:
-    mask = MaskTensor(hw.mask.causal(), (2, 1, 3, 3), torch.device("cpu"))
-    p = way(torch.randn(2, 4, 3, 3), mask).softmax(-1)
-    assert torch.equal(p > 0, torch.ones(2, 4, 3, 3).tril().bool())
+    seen, scores, device = torch.ones(2, 1, 3, 3).tril().bool(), torch.randn(2, 4, 3, 3), "cpu"
+    mask = MaskTensor(hw.mask.causal(), (2, 1, 3, 3), torch.device(device))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(scores: Tensor, seen: Tensor) -> Tensor:
+        causal, place = TracedRule(None, 1, None), (torch.device(device), torch.float32)
+        mask = UnwrittenMask(causal, 0, (2, 1, 3, 3), None, lambda: seen, *place)
+        assert mask.to(device).contiguous() is mask
+        added: Tensor = way(scores, mask)
+        return added
+
+    for added in (way(scores, mask), compiled(scores, seen)):
+        assert torch.equal(added.softmax(-1) > 0, seen.expand(2, 4, 3, 3))
 
 
 def test_a_mask_is_longer_by_what_a_model_joins_to_it() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from headwise.watching.recorder.paged_record import HeldRequest
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers", minversion="5.22")  # whose paged cache is read
@@ -142,6 +143,20 @@ def test_caps_and_windows() -> None:
     every = [alone(model, prompt)[1] for prompt in PROMPTS]
     joined = torch.cat([x.layer(0).observation.entropy.flatten(2) for x in every], 2).mean(2)
     assert seen.heads()["entropy_mean"][:4] == pytest.approx(joined[0].tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("stamps", "length"), [([1, 2, 3, 0], 3), ([0, 0, 0, 0], None), ([1, 2, 0, 4], None)]
+)
+def test_a_request_of_which_tokens_were_not_seen_is_refused(
+    stamps: list[int], length: int | None
+) -> None:
+    held = HeldRequest("a", torch.tensor(stamps), torch.tensor(stamps), {}, False)
+    if length is not None:
+        assert held.length() == length
+        return
+    with pytest.raises(ValueError, match="'a' holds keys that were copied, or computed before"):
+        held.length()
 
 
 def test_requests_are_whole_without_the_first_layer() -> None:

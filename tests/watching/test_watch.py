@@ -388,9 +388,9 @@ def test_one_token_after_some_were_taken_back_is_no_full_cache(
 class Cached(nn.Module):
     """Somebody's own attention with a cache of some kind; nothing says which."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: bool = False) -> None:
         super().__init__()
-        self.held = torch.zeros(1, 2, 0, 8)
+        self.held, self.written, self.num_heads = torch.zeros(1, 2, 0, 8), written, 2
 
     def forward(self, x: Tensor, room: int = 99) -> Tensor:
         q = x.unflatten(-1, (2, 8)).transpose(1, 2)
@@ -398,6 +398,8 @@ class Cached(nn.Module):
         k = self.held[:, :, -max(room, q.shape[2]) :]
         self.held = k
         after = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2]).bool()
+        if self.written:
+            return (q @ k.mT / 8**0.5).masked_fill(~after, -torch.inf).softmax(-1) @ k
         return torch.nn.functional.scaled_dot_product_attention(q, k, k, after)
 
 
@@ -416,6 +418,15 @@ def test_a_foreign_cache_that_slides_is_told_from_one_that_takes_back(
         model(x[:, 10 : 10 + at_once], room)
         model(x[:, 20:21], room)
     assert seen.layers[0].observation.entropy.shape[2] == 11 - back + at_once
+
+
+def test_a_full_cache_adds_a_row_a_token_where_attention_is_written_out() -> None:
+    model, x = Cached(written=True), torch.randn(1, 9, 16)
+    with hw.watch(model) as seen:
+        model(x[:, :4], 4)
+        for token in range(4, 9):
+            model(x[:, token : token + 1], 4)
+    assert seen.layers[0].observation.entropy.shape[2] == 9
 
 
 def test_a_refused_call_under_a_watch_leaves_its_cache_as_it_was() -> None:

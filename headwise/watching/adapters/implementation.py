@@ -246,6 +246,7 @@ def _unwritten(given: dict[str, Any]) -> Any:
         padding,
         lambda: sdpa_mask(**all_pairs),
         device,
+        given.get("dtype", torch.float32),
     )
 
 

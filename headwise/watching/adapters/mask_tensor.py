@@ -115,10 +115,10 @@ class UnwrittenMask:
     """What stands for a mask tensor (B, 1, N, M) while a model is compiled.
 
     Compiled code can't make a tensor without storage, so this is not a tensor. The attention
-    function takes it; whatever else a model does with its mask gets booleans.
+    function takes it; whatever else a model does with its mask gets the numbers of a `MaskTensor`.
     """
 
-    ndim, dtype = 4, torch.bool
+    ndim = 4
 
     def __init__(
         self,
@@ -128,9 +128,10 @@ class UnwrittenMask:
         padding: Tensor | None,
         write: Callable[[], Any],
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.rule, self.stands, self.shape, self.padding = rule, stands, shape, padding
-        self.write, self.device = write, device
+        self.write, self.device, self.dtype = write, device, dtype
         self.mask: Mask | None = None
         if padding is None and not isinstance(stands, Tensor):
             queries, keys = shape[2:]
@@ -170,19 +171,14 @@ class UnwrittenMask:
         """The mask of keys in their own order, which also says where queries stand."""
         if self.exact:
             return self.mask
-        written = self.written_out()
+        seen: Tensor = self.write()
         if self.padding is None or isinstance(self.stands, Tensor) or self.rule.groups is not None:
-            return traced_mask(written, self.shape[2])[0]
-        return padded_mask(written, self.padding, self.rule.shows_all)
+            return traced_mask(seen, self.shape[2])[0]
+        return padded_mask(seen, self.padding, self.rule.shows_all)
 
-    def written_out(self) -> Tensor:
-        """The mask as booleans, (B, 1, N, M)."""
-        written: Tensor = self.write()
-        return written
-
-    def to_add(self, dtype: torch.dtype) -> Tensor:
-        """The mask as numbers to add to scores: 0 where a key is seen, else the lowest number."""
-        seen = self.written_out()
+    def written_out(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The mask as numbers to add to scores, (B, 1, N, M)."""
+        seen, dtype = self.write(), dtype or self.dtype
         return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
     def dim(self) -> int:
@@ -194,10 +190,10 @@ class UnwrittenMask:
         return self.shape if axis is None else self.shape[axis]
 
     def to(self, *given: Any, **options: Any) -> Any:
-        """Itself, or numbers to add to scores; the model runs on one device."""
+        """Itself, or numbers of another dtype; the model runs on one device."""
         dtypes = [x for x in (*given, *options.values()) if isinstance(x, torch.dtype)]
         if dtypes and dtypes[0].is_floating_point:
-            return self.to_add(dtypes[0])
+            return self.written_out(dtypes[0])
         return self.written_out().to(*given, **options) if dtypes else self
 
     def contiguous(self) -> UnwrittenMask:
@@ -208,9 +204,7 @@ class UnwrittenMask:
         return self.written_out()[index]
 
     def __add__(self, scores: Tensor) -> Tensor:
-        return self.to_add(scores.dtype) + scores
-
-    __radd__ = __add__
+        return self.written_out(scores.dtype) + scores
 
     @classmethod
     def __torch_function__(
