@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import described
-from bench.pairs import Figure, at_most, report, say_figures
-from bench.watched_steps import wait
+from bench.pairs import Figure, at_most, report, say_figures, synchronize
 
 LARGE = {
     "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 128,
@@ -127,10 +126,10 @@ def training_step(model: nn.Module, given: dict[str, Tensor]) -> Callable[[], No
 def seconds(step: Callable[[], None], device: str) -> float:
     """The time of a step: on a CPU, only that of this process."""
     clock = time.process_time if device == "cpu" else time.perf_counter
-    wait(device)
+    synchronize()
     start = clock()
     step()
-    wait(device)
+    synchronize()
     return clock() - start
 
 

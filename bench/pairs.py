@@ -8,6 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,12 +44,37 @@ def median_seconds(work: Callable[[], object], times: int = 30) -> float:
     return statistics.median(seconds(work) for _ in range(times))
 
 
-def shortest(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The shortest time of each run in milliseconds, after a warm-up, taken in turns."""
-    for run in runs.values():
-        run()
-    turns = [{name: seconds(run) for name, run in runs.items()} for _ in range(rounds)]
-    return {name: 1000 * min(turn[name] for turn in turns) for name in runs}
+@dataclass(frozen=True)
+class Way:
+    """One way to do some work; `around` is entered outside the timer."""
+
+    step: Callable[[], object]
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def alternated(
+    ways: Mapping[str, Way],
+    rounds: int,
+    calls: int = 1,
+    of: Callable[[list[float]], float] = statistics.median,
+    clock: Callable[[], float] = time.perf_counter,
+    warm: int = 1,
+) -> dict[str, float]:
+    """Milliseconds of each way: the median over rounds in which they alternate."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            with way.around():
+                for _ in range(warm):
+                    way.step()
+                synchronize()
+                start = clock()
+                for _ in range(calls):
+                    way.step()
+                if clock is time.perf_counter:  # a processor does not wait for a GPU
+                    synchronize()
+                times[name].append((clock() - start) / calls * 1e3)
+    return {name: of(found) for name, found in times.items()}
 
 
 def at_most(name: str, value: float, target: float, unit: str = "×", detail: str = "") -> Figure:

@@ -18,7 +18,7 @@ from torch import nn
 
 import headwise as hw
 from bench import described
-from bench.pairs import shortest
+from bench.pairs import Way, alternated
 from headwise.devices import cpu_name
 
 RESULTS = Path(__file__).parent / "results"
@@ -27,7 +27,6 @@ KEYS = 8192 if CUDA else 2048
 SPANS = {"64 keys": (0, 64), "a quarter": (0, KEYS // 4), "all keys": (0, KEYS)}
 ROUNDS = 20 if CUDA else 12
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-Run = Callable[[], object]
 
 
 def main() -> None:
@@ -62,11 +61,10 @@ def observed() -> dict[str, float]:
     """hw.observe with every statistic, without spans and with one."""
     q, k, v = torch.randn(3, 1, 8, KEYS, 64, device=DEVICE, dtype=DTYPE).unbind(0)
 
-    def run(**options: Any) -> Run:
-        return lambda: hw.observe(q, k, v, mask=hw.mask.causal(), **options)
+    def run(**options: Any) -> Way:
+        return Way(lambda: hw.observe(q, k, v, mask=hw.mask.causal(), **options))
 
-    runs = {"plain": run()}
-    return shortest(runs | {name: run(spans={"a": span}) for name, span in SPANS.items()}, ROUNDS)
+    return timed(run)
 
 
 def watched() -> dict[str, float]:
@@ -74,17 +72,22 @@ def watched() -> dict[str, float]:
     model: nn.Module = hw.nn.MultiHeadAttention(512, 8, mask=hw.mask.causal()).to(DEVICE, DTYPE)
     x = torch.randn(1, KEYS, 512, device=DEVICE, dtype=DTYPE)
 
-    def run(**options: Any) -> Run:
+    def run(**options: Any) -> Way:
         watch = hw.watch(model, rows=64, maps=False, **options)
 
         def forward() -> None:
             with watch, torch.no_grad():
                 model(x)
 
-        return forward
+        return Way(forward)
 
-    runs = {"plain": run()}
-    return shortest(runs | {name: run(spans={"a": span}) for name, span in SPANS.items()}, ROUNDS)
+    return timed(run)
+
+
+def timed(run: Callable[..., Way]) -> dict[str, float]:
+    """The shortest time in milliseconds without spans, and with each of them."""
+    ways = {"plain": run()} | {name: run(spans={"a": span}) for name, span in SPANS.items()}
+    return alternated(ways, ROUNDS, of=min)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headwise as hw
 from bench import described
-from bench.pairs import RESULTS, Figure, at_least, at_most, machine, say_figures
+from bench.pairs import (
+    RESULTS,
+    Figure,
+    Way,
+    alternated,
+    at_least,
+    at_most,
+    machine,
+    say_figures,
+)
 from bench.watched_steps import (
     FIVE,
     INSIDE,
@@ -36,8 +45,6 @@ from bench.watched_steps import (
     UNWATCHED_INSIDE,
     Size,
     WatchedLlama,
-    Way,
-    alternated,
 )
 
 Results = dict[str, Any]
@@ -92,7 +99,7 @@ class Bench:
                 ways[name] = llama.way(name)
             except (ValueError, RuntimeError, NotImplementedError) as error:
                 refused[name] = str(error).splitlines()[0]
-        found = alternated(ways, self.size.rounds, self.size.steps, self.device)
+        found = alternated(ways, self.size.rounds, self.size.steps)
         made: Results = {"ms": found, "refused": refused}
         if mode == "eager":
             made["skipped µs"] = llama.skipped()
@@ -122,7 +129,7 @@ def compared(shape: tuple[int, ...], device: str, rounds: int) -> Results:
 
     fused = SDPBackend.CUDNN_ATTENTION if device == "cuda" else SDPBackend.FLASH_ATTENTION
     ways = {"fused": Way(plain, lambda: sdpa_kernel(fused)), "observed": Way(seeing)}
-    found = alternated(ways, rounds, 3, device)
+    found = alternated(ways, rounds, 3)
     plan = hw.explain(*leaves, mask=mask, observed=True)
     return found | {"engine": plan.engine, "backward": plan.backward}
 

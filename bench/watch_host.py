@@ -23,7 +23,8 @@ from torch import Tensor
 
 import headwise as hw
 from bench import described
-from bench.watched_steps import BESIDE, FIVE, INSIDE, UNWATCHED, Size, WatchedLlama, Way, wait
+from bench.pairs import Way, alternated
+from bench.watched_steps import BESIDE, FIVE, INSIDE, UNWATCHED, Size, WatchedLlama
 from headwise.api import statistics as statistics_of
 from headwise.core.options import Options
 from headwise.engines import library_backward
@@ -54,30 +55,20 @@ def main() -> None:
 
 def report(found: dict[str, tuple[Way, int]], given: argparse.Namespace) -> None:
     """Print microseconds per call, and those that watching adds to a layer."""
-    times: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(given.rounds):
-        for name, (way, many) in found.items():
-            times[name].append(seconds(way, 20 if many == 1 else 5, given.device) / many * 1e6)
+    least: dict[str, float] = {}
+    for many in {many for _, many in found.values()}:
+        ways = {name: way for name, (way, each) in found.items() if each == many}
+        times = 20 if many == 1 else 5
+        # A new watch listens to all modules in its first passes.
+        milliseconds = alternated(ways, given.rounds, times, min, time.process_time, warm=3)
+        least |= {name: ms / many * 1e3 for name, ms in milliseconds.items()}
     unwatched = None
     for name, (_, many) in found.items():
-        least = min(times[name])
         if unwatched is not None:
-            print(f"{name + ', adds to a layer':<58}{least - unwatched:>6.0f} µs")
+            print(f"{name + ', adds to a layer':<58}{least[name] - unwatched:>6.0f} µs")
             continue
-        print(f"{name + (', a layer' if many > 1 else ''):<58}{least:>6.0f} µs")
-        unwatched = least if name == UNWATCHED else None
-
-
-def seconds(way: Way, times: int, device: str) -> float:
-    """The processor's time of one call, without waiting for what it left to a GPU."""
-    with way.around():
-        for _ in range(3):  # a new watch listens to all modules in its first passes
-            way.step()
-        wait(device)
-        start = time.process_time()
-        for _ in range(times):
-            way.step()
-        return (time.process_time() - start) / times
+        print(f"{name + (', a layer' if many > 1 else ''):<58}{least[name]:>6.0f} µs")
+        unwatched = least[name] if name == UNWATCHED else None
 
 
 def calls(device: str) -> dict[str, tuple[Way, int]]:

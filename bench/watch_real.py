@@ -28,7 +28,7 @@ from torch import Tensor
 import headwise as hw
 import headwise.transformers
 from bench.memory import peak
-from bench.pairs import machine
+from bench.pairs import Way, alternated, machine
 from bench.pretrained import MODELS, smollm2
 
 RESULTS = Path(__file__).parent / "results" / "watch_real.json"
@@ -121,23 +121,19 @@ def cost(tokens: int = 2048, rounds: int = 5) -> dict[str, Any]:
 
         return run
 
+    def way(attention: str, run: Callable[[], None]) -> Way:
+        return Way(run, partial(implementation, model, attention))
+
     ways = {
-        "sdpa, unwatched": ("sdpa", alone),
-        "sdpa, watched, every row": ("sdpa", watched()),
-        "sdpa, watched, rows=64": ("sdpa", watched(rows=64)),
-        "headwise, unwatched": ("headwise", alone),
-        "headwise, watched, every row": ("headwise", watched()),
-        "eager, output_attentions=True": ("eager", eager),
+        "sdpa, unwatched": way("sdpa", alone),
+        "sdpa, watched, every row": way("sdpa", watched()),
+        "sdpa, watched, rows=64": way("sdpa", watched(rows=64)),
+        "headwise, unwatched": way("headwise", alone),
+        "headwise, watched, every row": way("headwise", watched()),
+        "eager, output_attentions=True": way("eager", eager),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
     with torch.no_grad():
-        for _ in range(rounds):
-            for name, (attention, run) in ways.items():
-                with implementation(model, attention):
-                    start = time.perf_counter()
-                    run()
-                    seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in seconds.items()}
+        return {name: ms / 1e3 for name, ms in alternated(ways, rounds, warm=0).items()}
 
 
 def long(tokens: int = 8192) -> dict[str, Any]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from bench.pairs import Way, alternated
 
 FIVE = ("lse", "entropy", "max_logit", "top_prob", "sink_mass")
 BESIDE: dict[str, dict[str, Any]] = {
@@ -28,7 +27,6 @@ INSIDE: dict[str, dict[str, Any]] = {
 }
 UNWATCHED = "unwatched"
 UNWATCHED_INSIDE = "unwatched, headwise's attention"
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -49,42 +47,6 @@ class Size:
 
 
 SMALL = Size(2, 64, 4, 2, 16, 128, 100, 2, 32, 3, 2)  # to test the benchmark
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to make a step; `around` is entered outside the timer."""
-
-    step: Step
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-
-
-def alternated(
-    ways: dict[str, Way],
-    rounds: int,
-    calls: int,
-    device: str,
-    of: Callable[[list[float]], float] = statistics.median,
-) -> dict[str, float]:
-    """Milliseconds of each way: the median over rounds in which they alternate."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            with way.around():
-                way.step()
-                wait(device)
-                start = time.perf_counter()
-                for _ in range(calls):
-                    way.step()
-                wait(device)
-                times[name].append((time.perf_counter() - start) / calls * 1e3)
-    return {name: of(found) for name, found in times.items()}
-
-
-def wait(device: str) -> None:
-    """Wait until the device has done everything."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 class WatchedLlama:
@@ -165,7 +127,7 @@ class WatchedLlama:
             "skipped": self.way("all rows, every statistic, beside", ids, every=1_000_000),
         }
         rounds = rounds if self.size.rounds > SMALL.rounds else 2
-        found = alternated(ways, rounds, 1, self.device, min)
+        found = alternated(ways, rounds, of=min)
         return (found["skipped"] - found[UNWATCHED]) * 1e3
 
 
