@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.core.problem import Terms
 from headwise.engines.gradients import BackwardInputs, Gradients, sink_share
@@ -128,7 +129,7 @@ def _differentiated(
     if given.grad_entropy is not None:
         numbers[4, ..., queries:] = 0
         torch.mul(given.grad_entropy, -LN2, out=numbers[4, ..., :queries])
-    mask, pieces, mask_strides = _tables(start, call, rows, blocks)
+    mask, bounds, pieces, mask_strides = _tables(start, call, rows, blocks)
     z = call.sizes
     key_heads, keys = k.shape[1:3]
     key_blocks, lines = -(-keys // KEYS.value), batch * key_heads
@@ -144,7 +145,7 @@ def _differentiated(
     arguments = (
         tiles(call.q, call.steps[0], rows, width), tiles(grad_out, grad_steps, rows, width),
         tiles(call.k, call.steps[1], side, width), tiles(call.v, call.steps[2], side, width),
-        flat(numbers.view(-1), [rows]), careful, flat(sums, [16, 256]), counts,
+        flat(numbers.view(-1), [rows]), bounds, careful, flat(sums, [16, 256]), counts,
         *(tiles(x, list(x.stride()), side, width) for x in (grad_k, grad_v)), mask,
     )  # fmt: skip
     start(
@@ -162,15 +163,15 @@ def _differentiated(
 
 def _tables(
     start: Start, call: Operands, rows: int, blocks: int
-) -> tuple[BackwardMask, int, tuple[int, int]]:
-    """Return the tables of a mask that needs them, its intervals per row, and the heads' strides.
+) -> tuple[BackwardMask, TensorDescriptor | None, int, tuple[int, int]]:
+    """Return a mask's tables, the bounds of rows, its intervals per row, and the heads' strides.
 
     A band needs none, unless there are keys that no row sees, which may hold anything.
     """
     terms, intervals = call.terms, call.given.intervals
     bare = intervals is None and (terms.band is None or not leaves_keys(call.q, call.k, terms.band))
     if bare:
-        return BackwardMask(), 0, (0, 0)
+        return BackwardMask(), None, 0, (0, 0)
     pieces, entries, heads = 1, 1, 1
     if intervals is not None:
         pieces, _, entries, heads, _ = intervals.shape
@@ -190,5 +191,5 @@ def _tables(
         (bounds, seen, visits, unseen, call.k.shape[2], blocks), 4, 1,
         ROWS=rows, KEYS=KEYS.value, PIECES=pieces,
     )  # fmt: skip
-    mask = BackwardMask(flat(bounds.view(-1), [rows]), seen, visits, unseen)
-    return mask, pieces, (heads if entries > 1 else 0, 1 if heads > 1 else 0)
+    strides = heads if entries > 1 else 0, 1 if heads > 1 else 0
+    return BackwardMask(seen, visits, unseen), flat(bounds.view(-1), [rows]), pieces, strides

@@ -15,7 +15,7 @@ computed.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton._C.libtriton import ir
@@ -75,9 +75,8 @@ class BackwardSizes(NamedTuple):
 
 
 class BackwardMask(NamedTuple):
-    """The tables of a mask that is no band (see `hopper_rows`); None each for a band."""
+    """The tables of a mask that is no band, of `row_bounds` and `key_visits`; None for a band."""
 
-    bounds: Any = None  # a descriptor of the keys that each row sees
     seen: Tensor | None = None  # the keys that blocks of rows see
     visits: Tensor | None = None  # the blocks of rows that see a block of keys
     unseen: Tensor | None = None  # 1 for keys that no row sees
@@ -197,7 +196,7 @@ def tell(info, noted, n, i0, masked, place, turn):
 @gluon.jit
 def fill(given, n, b, h, i0, line, bound, STAGES: gl.constexpr):
     """Load a block of rows: queries and their lse, then the other numbers and gradients."""
-    q, grad, numbers, mask, tiles, barriers, z = given
+    q, grad, numbers, mask_bounds, _, tiles, barriers, z = given
     rows, grads, constants, bounds = tiles
     rows_full, rows_empty, grads_full, grads_empty = barriers
     KINDS: gl.constexpr = constants.shape[0] // STAGES
@@ -215,8 +214,8 @@ def fill(given, n, b, h, i0, line, bound, STAGES: gl.constexpr):
         place = [x * kind + line + i0]
         async_load(numbers, place, grads_full.index(at), constants.index(at * KINDS + x))
     if bounds is not None:
-        async_load(mask.bounds, [bound], grads_full.index(at), bounds.index(at * 2))
-        async_load(mask.bounds, [bound + z.line], grads_full.index(at), bounds.index(at * 2 + 1))
+        async_load(mask_bounds, [bound], grads_full.index(at), bounds.index(at * 2))
+        async_load(mask_bounds, [bound + z.line], grads_full.index(at), bounds.index(at * 2 + 1))
 
 
 @gluon.jit
@@ -225,7 +224,7 @@ def supply(
 ):
     """Run the producer warp: load the keys and values, then each block of rows that sees them."""
     k, v, keys, values, pair_full, info, noted, careful, given = call
-    mask, z = given[3], given[6]
+    mask, z = given[4], given[7]
     b, kh, number = work(z, ORDERED)
     j0 = number * KEYS
     for w in gl.static_range(GROUPS):
@@ -579,7 +578,7 @@ def added(x):
 
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields])
 def backward(
-    q, grad, k, v, numbers, careful, grad_q, counts, grad_k, grad_v, mask,
+    q, grad, k, v, numbers, mask_bounds, careful, grad_q, counts, grad_k, grad_v, mask,
     queries, keys, heads, group, low, high, line, lines, section, blocks, mask_batch, mask_head,
     factor, unit, scale, cap,
     STAGES: gl.constexpr, HALVES: gl.constexpr, KINDS: gl.constexpr, ORDERED: gl.constexpr,
@@ -587,7 +586,8 @@ def backward(
 ):  # fmt: skip
     """Compute the gradients of KEYS keys and values, and add those of the queries they meet.
 
-    KINDS: numbers of a row that are loaded. PIECES: intervals per row of a mask with tables.
+    KINDS: numbers of a row that are loaded. PIECES: intervals per row of a mask with tables, whose
+    bounds `mask_bounds` are a descriptor, and so no part of `mask`.
     """
     z = BackwardSizes(
         queries, keys, heads, group, low, high, line, lines, section, blocks, mask_batch,
@@ -617,7 +617,7 @@ def backward(
     results_full, results_empty = barriers_of(GROUPS, 1), barriers_of(GROUPS, 1)
     loaded = (rows, grads, constants, bounds)
     loading = (rows_full, rows_empty, grads_full, grads_empty)
-    given = (q, grad, numbers, mask, loaded, loading, z)
+    given = (q, grad, numbers, mask_bounds, mask, loaded, loading, z)
     supplied = (k, v, key_tiles, values, pair_full, info, noted, careful, given)
     tiles = (rows, grads, key_tiles, values, constants, bounds, halves, results, info)
     barriers = (
