@@ -1,8 +1,10 @@
 """The backward of Hopper GPUs, checked and compared: `python -m bench.gpu_backward`.
 
-Every kind of call is first compared with float32 gradients of the streaming engine, on the GPU, and
-repeated; then the kernels are timed, in turns with those of Triton, cuDNN and FlashAttention. A
-part that fails is reported, and the others go on. JSON goes to $OUT, or to --json.
+In the order of what matters most, so that a run that is cut short is still of use: one call, which
+ends the run if it does not compile or is wrong; the time of the most common call; every kind of
+call, compared with float32 gradients of the streaming engine on the GPU, twice, in processes side
+by side; the times of other calls, in turns with cuDNN or with Triton's kernels. A part that fails
+is reported, and the others go on. JSON goes to $OUT, or to --json.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.nn.attention import SDPBackend
 import headwise as hw
 from bench.gpu_timing import Fused, Run, backward_of, interleaved
 from headwise.core.options import Options
-from headwise.core.problem import pose
+from headwise.core.problem import Terms, pose
 from headwise.core.row_sums import RowTotals
 from headwise.engines.gradients import BackwardInputs
 from headwise.engines.triton.host import hopper_backward_call as ours
@@ -39,7 +41,8 @@ Given = tuple[Any, ...]
 CAUSAL, STATS = hw.mask.causal(), ("lse", "max_logit", "entropy")
 FOUND: dict[str, Any] = {}
 STOP = [0.0]
-PATIENCE = 60.0  # seconds for a part: a kernel that waits forever would use up the machine
+PATIENCE = 40.0  # seconds for a part: a kernel that waits forever would use up the machine
+WORST = {torch.bfloat16: 5e-3, torch.float16: 1e-3}  # relative errors of gradients
 
 
 def tensors(
@@ -48,21 +51,6 @@ def tensors(
     """Random q, k and v."""
     shapes = (batch, heads, n, width), *[(batch, heads // group, m, width)] * 2
     return [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-
-
-def inputs(q: Tensor, k: Tensor, v: Tensor, extra: bool = False, **options: Any) -> Given:
-    """What a backward takes, from a forward of these tensors."""
-    problem = pose("attention", q, k, v, Options(**options))
-    out, seen = hw.observe(q, k, v, **options, stats=STATS, engine="triton")
-    torch.manual_seed(1)
-    grad, pull_lse, pull_entropy = (torch.randn_like(x) for x in (out, seen.lse, seen.entropy))
-    some = seen.lse > -torch.inf
-    log_total = torch.where(some, seen.lse - seen.max_logit, 0.0)
-    more = (pull_lse.masked_fill(~some, 0), pull_entropy) if extra else ()
-    given = BackwardInputs(
-        out, RowTotals(seen.lse, seen.max_logit, log_total), seen.entropy, grad, *more
-    )
-    return q, k, v, problem.terms(banded=True), given
 
 
 @contextmanager
@@ -76,51 +64,94 @@ def in_turns(asked: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-CHECKS: dict[str, tuple[tuple[int, int, int, int, int, int], dict[str, Any]]] = {
-    # batch, heads, group, queries, keys, width
-    "full 128": ((1, 4, 1, 1024, 1024, 128), {}),
-    "full 64": ((1, 4, 1, 1024, 1024, 64), {}),
-    "causal 128": ((2, 4, 2, 1024, 1024, 128), {"mask": CAUSAL}),
-    "causal 64": ((2, 4, 2, 1024, 1024, 64), {"mask": CAUSAL}),
-    "odd 128": ((2, 6, 3, 901, 1103, 128), {"mask": CAUSAL}),
-    "odd 96": ((1, 3, 1, 777, 777, 96), {"mask": CAUSAL}),
-    "odd 40": ((2, 4, 2, 333, 391, 40), {}),
-    "window 128": ((1, 4, 2, 1500, 1500, 128), {"mask": CAUSAL & hw.mask.window(200)}),
-    "both sides 64": ((1, 4, 1, 1500, 1500, 64), {"mask": hw.mask.window(150, 90)}),
-    "rows see nothing": ((1, 4, 2, 900, 700, 128), {"mask": hw.mask.causal(offset=-200)}),
-    "one row": ((1, 2, 1, 1, 500, 128), {}),
-    "long 128": ((1, 2, 1, 8192, 8192, 128), {"mask": CAUSAL}),
-}  # fmt: skip
+def documents(n: int, length: int) -> hw.mask.Mask:
+    """Causal documents of about the same length."""
+    return CAUSAL & hw.mask.documents(torch.arange(n, device=DEVICE) // length)
+
+
+def between(heads: int, n: int, m: int) -> hw.mask.Mask:
+    """Any keys for any row and head, which leaves some keys to nobody."""
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    first = torch.randint(100, m, (1, heads, n), generator=generator, device=DEVICE)
+    return hw.mask.between(first, first + 300)
+
+
+Check = tuple[tuple[int, int, int, int, int, int], Callable[[], dict[str, Any]]]
+CHECKS: dict[str, Check] = {
+    # batch, heads, group, queries, keys, width; then options
+    "causal 128": ((2, 4, 2, 1024, 1024, 128), lambda: {"mask": CAUSAL}),
+    "causal 64": ((2, 4, 2, 1024, 1024, 64), lambda: {"mask": CAUSAL}),
+    "full 128": ((1, 4, 1, 1024, 1024, 128), dict),
+    "full 64": ((1, 4, 1, 1024, 1024, 64), dict),
+    "odd 128": ((2, 6, 3, 901, 1103, 128), lambda: {"mask": CAUSAL}),
+    "odd 96": ((1, 3, 1, 777, 777, 96), lambda: {"mask": CAUSAL}),
+    "odd 40": ((2, 4, 2, 333, 391, 40), dict),
+    "window 128": ((1, 4, 2, 1500, 1500, 128), lambda: {"mask": CAUSAL & hw.mask.window(200)}),
+    "both sides 64": ((1, 4, 1, 1500, 1500, 64), lambda: {"mask": hw.mask.window(150, 90)}),
+    "rows see nothing": ((1, 4, 2, 900, 700, 128), lambda: {"mask": hw.mask.causal(offset=-200)}),
+    "documents 128": ((2, 4, 2, 1500, 1500, 128), lambda: {"mask": documents(1500, 270)}),
+    "documents 64": ((2, 4, 2, 1500, 1500, 64), lambda: {"mask": documents(1500, 270)}),
+    "sinks and window 128": (
+        (1, 4, 2, 1500, 1500, 128),
+        lambda: {"mask": CAUSAL & (hw.mask.window(200) | hw.mask.prefix(4))},
+    ),
+    "sinks and window 64": (
+        (1, 4, 2, 1500, 1500, 64),
+        lambda: {"mask": CAUSAL & (hw.mask.window(200) | hw.mask.prefix(4))},
+    ),
+    "prefix, lengths 128": (
+        (2, 4, 1, 700, 700, 128),
+        lambda: {"mask": (CAUSAL | hw.mask.prefix([300, 0])) & hw.mask.lengths([650, 120])},
+    ),
+    "any 64": ((2, 4, 2, 500, 900, 64), lambda: {"mask": between(4, 500, 900), "hide": 100}),
+    "any 128": ((2, 4, 2, 500, 900, 128), lambda: {"mask": between(4, 500, 900), "hide": 100}),
+    "learned sinks 128": (
+        (1, 4, 2, 700, 700, 128),
+        lambda: {"mask": CAUSAL, "sinks": torch.linspace(-2, 3, 4, device=DEVICE)},
+    ),
+    "capped 128": ((1, 4, 2, 900, 900, 128), lambda: {"mask": CAUSAL, "softcap": 2.0}),
+    "capped 64": ((1, 4, 2, 900, 900, 64), lambda: {"mask": documents(900, 270), "softcap": 2.0}),
+    "one row": ((1, 2, 1, 1, 500, 128), dict),
+    "long 128": ((1, 2, 1, 8192, 8192, 128), lambda: {"mask": CAUSAL}),
+}
 
 
 def check(name: str, dtype: torch.dtype, extra: bool, ordered: bool) -> dict[str, Any]:
-    """The relative errors of ours and of Triton's against float32, and whether bits repeat."""
-    sizes, options = CHECKS[name]
+    """The relative errors against float32, and whether bits repeat."""
+    sizes, options = CHECKS[name][0], CHECKS[name][1]()
+    hidden = options.pop("hide", 0)  # the first keys, which no row sees, hold NaN
     torch.manual_seed(0)
     q, k, v = tensors(*sizes, dtype)
-    given = inputs(q, k, v, extra, **options)
-    if not ours.takes(*given):
-        return {"taken": False}
-    wide = [x.float().requires_grad_() for x in (q, k, v)]
-    out, seen = hw.observe(*wide, **options, stats=STATS, engine="streaming")
-    tail = given[4]
-    total = (out * tail.grad_out).sum()
+    learns = [x.float().requires_grad_() for x in (q, k, v)]
+    if "sinks" in options:
+        learns.append(options["sinks"].clone().requires_grad_())
+        options["sinks"] = learns[3]
+    out, seen = hw.observe(*learns[:3], **options, stats=STATS, engine="streaming")
+    grad, pull_lse, pull_entropy = (torch.randn_like(x) for x in (out, seen.lse, seen.entropy))
+    grad, some = grad.to(dtype), seen.lse > -torch.inf
+    total = (out * grad).sum()
     if extra:
-        some = seen.lse > -torch.inf
-        total = total + (seen.lse[some] * tail.grad_lse[some]).sum()
-        total = total + (seen.entropy * tail.grad_entropy).sum()
-    truth = torch.autograd.grad(total, wide)
+        total = (
+            total + (seen.lse[some] * pull_lse[some]).sum() + (seen.entropy * pull_entropy).sum()
+        )
+    truth = torch.autograd.grad(total, learns)
+    top, lse = seen.max_logit.detach(), seen.lse.detach()
+    totals = RowTotals(lse, top, torch.where(top > -torch.inf, lse - top, 0.0))
+    more = (pull_lse.masked_fill(~some, 0), pull_entropy) if extra else ()
+    rows = BackwardInputs(out.detach().to(dtype), totals, seen.entropy.detach(), grad, *more)
+    k[:, :, :hidden], v[:, :, :hidden] = torch.nan, torch.nan
+    options |= {"sinks": options["sinks"].detach()} if "sinks" in options else {}
+    terms = pose("attention", q, k, v, Options(**options)).terms(banded=True)
+    if not ours.takes(q, k, v, terms, rows):
+        return {"taken": False}
     with in_turns(ordered):
-        found = ours.differentiate_hopper(*given)[:3]
-        again = ours.differentiate_hopper(*given)[:3]
-    theirs = differentiate(*given)[:3]
+        found, again = (ours.differentiate_hopper(q, k, v, terms, rows) for _ in range(2))
     torch.cuda.synchronize()
-    error = [_error(x, y) for x, y in zip(found, truth, strict=True)]
-    peer = [_error(x, y) for x, y in zip(theirs, truth, strict=True)]
-    same = [torch.equal(x, y) for x, y in zip(found, again, strict=True)]
-    fine = all(x < max(1.3 * y, 1e-4) for x, y in zip(error, peer, strict=True))
-    fine &= all(same if ordered else same[1:])
-    return {"ok": fine, "error": error, "triton": peer, "same": same}
+    both = [[x for x in (*g[:3], g.sinks) if x is not None] for g in (found, again)]
+    error = [_error(x, y) for x, y in zip(both[0], truth, strict=True)]
+    same = [torch.equal(x, y) for x, y in zip(*both, strict=True)]
+    fine = all(x < WORST[dtype] for x in error) and all(same if ordered else same[1:])
+    return {"ok": fine, "error": [float(f"{x:.2g}") for x in error], "same": same}
 
 
 def _error(x: Tensor, truth: Tensor) -> float:
@@ -129,59 +160,70 @@ def _error(x: Tensor, truth: Tensor) -> float:
 
 Kind = tuple[torch.dtype, bool, bool, bool]  # of kernels: type, 64 wide, all gradients, in turns
 KINDS: list[Kind] = [
-    (dtype, narrow, extra, ordered)
-    for dtype in (torch.bfloat16, torch.float16)
+    (torch.bfloat16, narrow, extra, ordered)
     for narrow, extra, ordered in itertools.product((False, True), repeat=3)
-]
+] + [(torch.float16, narrow, True, False) for narrow in (False, True)]
+PARTS = 2  # processes per kind
 
 
-def checks(kind: Kind) -> None:
-    """Check every call of one kind, and a few with other tiles."""
+def checks(kind: Kind, part: int) -> None:
+    """Check a part of the calls of one kind, and other tiles of the first."""
     dtype, narrow, extra, ordered = kind
     names = [name for name in CHECKS if (CHECKS[name][0][-1] <= 64) == narrow]
-    for name in names if dtype == torch.bfloat16 else [x for x in names if "odd" in x]:
-        label = f"{name} {str(dtype)[6:]}{' all' * extra}{' turns' * ordered}"
-        attempt("checks", label, lambda name=name: check(name, dtype, extra, ordered))
-    if dtype == torch.bfloat16 and not extra and not ordered:
-        width = 64 if narrow else 128
-        for halves, stages in ((1, 2), (1, 3)):
-            ours.SHAPES[width] = ours.BackwardShape(stages, halves)
-            label = f"{names[0]}, {halves} half, {stages} stages"
-            attempt("checks", label, lambda: check(names[0], dtype, extra, ordered))
+    if dtype == torch.float16 or (extra and ordered):
+        names = [x for x in names if x.split()[0] in ("odd", "sinks")]
+    label = f"{str(dtype)[6:]}{' all' * extra}{' turns' * ordered}"
+    for name in names[part::PARTS]:
+        attempt("checks", f"{name} {label}", lambda name=name: check(name, dtype, extra, ordered))
+    if dtype == torch.bfloat16 and not extra and not ordered and part:
+        ours.SHAPES[64 if narrow else 128] = ours.BackwardShape(3, 1)
+        attempt("checks", f"{names[0]}, 3 stages", lambda: check(names[0], dtype, extra, ordered))
 
 
 def all_checks(folder: Path) -> None:
-    """Run the kinds side by side, one process each, since compiling takes most of the time."""
-    command = [sys.executable, "-m", "bench.gpu_backward", "--seconds", "120", "--kind"]
-    files = [folder / f"gpu_backward_{n}.json" for n in range(len(KINDS))]
+    """Run the kinds side by side, since compiling takes most of the time."""
+    command = [sys.executable, "-m", "bench.gpu_backward", "--kind"]
+    parts = list(itertools.product(range(len(KINDS)), range(PARTS)))
+    files = [folder / f"gpu_backward_{n}_{part}.json" for n, part in parts]
     running = [
-        subprocess.Popen([*command, str(n), "--json", str(file)]) for n, file in enumerate(files)
+        subprocess.Popen([*command, f"{n},{part}", "--json", str(file)])
+        for (n, part), file in zip(parts, files, strict=True)
     ]
-    for process, file, kind in zip(running, files, KINDS, strict=True):
-        status = process.wait()
+    for process, file, (n, part) in zip(running, files, parts, strict=True):
+        try:
+            status = process.wait(max(STOP[0] - 15 - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
         if file.exists():
             FOUND.setdefault("checks", {}).update(json.loads(file.read_text()).get("checks", {}))
             file.unlink()
         if status:
-            FOUND.setdefault("checks", {})[f"process of {kind}"] = {"failed": status}
+            FOUND.setdefault("checks", {})[f"process of {KINDS[n]}, {part}"] = {"failed": status}
 
 
-def attempt(section: str, label: str, run: Callable[[], Any]) -> None:
+def attempt(section: str, label: str, run: Callable[[], Any]) -> Any:
     """Run a part, and keep what it returns or why it failed."""
     if time.monotonic() > STOP[0]:
-        return
+        return None
     alarm = threading.Timer(PATIENCE, lambda: give_up(label))
     alarm.start()
     try:
         found = run()
     except Exception as error:
-        traceback.print_exc(limit=3)
+        traceback.print_exc(limit=-4)
         found = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
     alarm.cancel()
     FOUND.setdefault(section, {})[label] = found
+    if SAVE:
+        SAVE[0].write_text(json.dumps(FOUND, indent=1))
     bad = isinstance(found, dict) and (found.get("ok") is False or "failed" in found)
     if section != "checks" or bad:
-        print(f"{section}: {label}: {json.dumps(found)[:400]}", flush=True)
+        print(f"{section}: {label}: {json.dumps(found)[:600]}", flush=True)
+    return found
+
+
+SAVE: list[Path] = []
 
 
 def give_up(label: str) -> None:
@@ -190,109 +232,143 @@ def give_up(label: str) -> None:
     os._exit(3)
 
 
-SHAPES: dict[str, tuple[Any, ...]] = {  # batch, heads, group, n, width
-    "128, 8k causal": (2, 16, 1, 8192, 128, {"mask": CAUSAL}),
-    "128, 8k full": (2, 16, 1, 8192, 128, {}),
-    "64, 8k causal": (2, 32, 1, 8192, 64, {"mask": CAUSAL}),
-    "128, 2k causal": (8, 16, 1, 2048, 128, {"mask": CAUSAL}),
-    "128, 16k causal, grouped": (1, 32, 4, 16384, 128, {"mask": CAUSAL}),
-    "64, 8k full": (2, 32, 1, 8192, 64, {}),
-    "128, 4k causal": (4, 16, 1, 4096, 128, {"mask": CAUSAL}),
-    "128, 16k window 1024": (1, 16, 1, 16384, 128, {"mask": CAUSAL & hw.mask.window(1023)}),
+Shape = tuple[int, int, int, int, int, Callable[[int], hw.mask.Mask | None]]
+WINDOW = CAUSAL & hw.mask.window(1023)
+BOTH = CAUSAL & (hw.mask.window(1023) | hw.mask.prefix(4))
+SHAPES: dict[str, Shape] = {  # batch, heads, group, n, width, and the mask
+    "128, 8k causal": (2, 16, 1, 8192, 128, lambda n: CAUSAL),
+    "128, 8k full": (2, 16, 1, 8192, 128, lambda n: None),
+    "128, 8k documents of 1500": (2, 16, 1, 8192, 128, lambda n: documents(n, 1500)),
+    "128, 16k window 1024": (1, 16, 4, 16384, 128, lambda n: WINDOW),
+    "128, 16k sinks and window 1024": (1, 16, 4, 16384, 128, lambda n: BOTH),
+    "64, 8k causal": (2, 32, 1, 8192, 64, lambda n: CAUSAL),
+    "128, 16k causal, grouped": (1, 32, 4, 16384, 128, lambda n: CAUSAL),
+    "128, 2k causal": (8, 16, 1, 2048, 128, lambda n: CAUSAL),
+    "64, 8k full": (2, 32, 1, 8192, 64, lambda n: None),
+    "64, 8k documents of 1500": (2, 32, 1, 8192, 64, lambda n: documents(n, 1500)),
 }
 
 
-def pairs(n: int, mask: Any) -> int:
-    """The pairs that rows see."""
-    if mask is None:
-        return n * n
-    causal = n * (n + 1) // 2
-    return causal if mask is CAUSAL else causal - (n - 1024) * (n - 1023) // 2
+def seen_keys(terms: Terms, n: int) -> Tensor:
+    """How many keys each row sees, (n,); all entries and heads see the same ones."""
+    row = torch.arange(n, device=DEVICE)
+    first, last = torch.zeros_like(row), torch.full_like(row, n)
+    if terms.band is not None and len(terms.band) == 3:
+        first, last = (row + terms.band[1]).clamp(0, n), (row + terms.band[2]).clamp(0, n)
+    if terms.intervals is None:
+        return (last - first).clamp_min(0).float()
+    pieces = terms.intervals[:, :, 0, 0]
+    lengths = torch.minimum(pieces[:, 1], last) - torch.maximum(pieces[:, 0], first)
+    return lengths.clamp_min(0).sum(0).float()
 
 
-def timed(name: str) -> dict[str, Any]:
-    """Milliseconds and TFLOP/s (10 · pairs · width) of every backward of one kind of call."""
-    batch, heads, group, n, width, options = SHAPES[name]
+def inputs(shape: Shape, sinks: bool = False) -> tuple[Given, Given, int]:
+    """What backwards without and with gradients of lse and entropy take, and the pairs of a head.
+
+    Only the time matters, so out is random, and lse what random logits have on average.
+    """
+    batch, heads, group, n, width, mask = shape
     q, k, v = tensors(batch, heads, group, n, n, width, torch.bfloat16)
-    given = inputs(q, k, v, **options)
-    entropic = inputs(q, k, v, True, **options)
-    usual, together = dict(ours.SHAPES), ours.TOGETHER
+    given = Options(mask=mask(n), sinks=torch.zeros(heads, device=DEVICE) if sinks else None)
+    terms = pose("attention", q, k, v, given).terms(banded=True)
+    count = seen_keys(terms, n)
+    lse = (count.log() + 0.5).expand(batch, heads, n).contiguous()
+    totals = RowTotals(lse, lse, torch.zeros_like(lse))
+    rows = BackwardInputs(torch.randn_like(q), totals, lse, torch.randn_like(q))
+    all_rows = rows._replace(grad_lse=torch.randn_like(lse), grad_entropy=torch.randn_like(lse))
+    return (q, k, v, terms, rows), (q, k, v, terms, all_rows), int(count.double().sum())
 
-    def own(
-        stages: int = 2,
-        halves: int = 2,
-        ordered: bool = False,
-        size: int = together,
-        what: Given = given,
-    ) -> Run:
-        def run() -> object:
-            ours.SHAPES[width], ours.TOGETHER = ours.BackwardShape(stages, halves), size
+
+def own(
+    given: Given, ordered: bool = False, shape: ours.BackwardShape | None = None, size: int = 0
+) -> Run:
+    """A backward of ours, with another pipeline or size of a section if given."""
+    width, usual, together = max(64, given[0].shape[-1]), dict(ours.SHAPES), ours.TOGETHER
+
+    def run() -> object:
+        ours.SHAPES[width], ours.TOGETHER = shape or usual[width], size or together
+        try:
             with in_turns(ordered):
-                return ours.differentiate_hopper(*what)
+                return ours.differentiate_hopper(*given)
+        finally:
+            ours.SHAPES[width], ours.TOGETHER = usual[width], together
 
-        return run
+    return run
 
+
+def timed(name: str, all_tiles: bool = False) -> dict[str, Any]:
+    """Milliseconds and TFLOP/s (10 · pairs · width) of every backward of one kind of call."""
+    batch, heads, _, n, width, mask = SHAPES[name]
+    given, more, pairs = inputs(SHAPES[name])
+    with_sinks = inputs(SHAPES[name], sinks=True)[0]
     runs: dict[str, Run] = {
-        "ours": own(), "1 half": own(halves=1), "3 stages": own(3, 1), "turns": own(ordered=True),
-        "entropy": own(what=entropic), "8 MB": own(size=8 << 20), "64 MB": own(size=64 << 20),
-        "triton": lambda: differentiate(*given),
+        "ours": own(given), "turns": own(given, True), "entropy": own(more),
+        "learned sinks": own(with_sinks),
     }  # fmt: skip
-    mask = options.get("mask")
-    if mask is None or mask is CAUSAL:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        for label, backend in (
-            ("cudnn", SDPBackend.CUDNN_ATTENTION),
-            ("flash", SDPBackend.FLASH_ATTENTION),
-        ):
-            fused = Fused(backend, *leaves, mask is CAUSAL)
-            runs[label] = backward_of(fused, leaves)
+    if all_tiles:
+        runs |= {
+            "1 half": own(given, shape=ours.BackwardShape(2, 1)),
+            "3 stages": own(given, shape=ours.BackwardShape(3, 1)),
+            "8 MB": own(given, size=8 << 20), "64 MB": own(given, size=64 << 20),
+        }  # fmt: skip
+    if mask(n) is None or mask(n) is CAUSAL:
+        leaves = [x.detach().requires_grad_() for x in given[:3]]
+        fused = Fused(SDPBackend.CUDNN_ATTENTION, *leaves, mask(n) is CAUSAL)
+        runs["cudnn"] = backward_of(fused, leaves)
+    else:
+        runs["triton"] = lambda: differentiate(*given)
     times = interleaved(runs, rounds=5, slice_ms=8)
-    ours.SHAPES.update(usual)
-    ours.TOGETHER = together
-    flops = 10 * batch * heads * width * pairs(n, mask)
+    flops = 10 * batch * heads * width * pairs
     return {label: [round(ms, 4), round(flops / ms / 1e9)] for label, ms in times.items()}
 
 
-def kernels() -> dict[str, float]:
+def kernels(name: str) -> dict[str, float]:
     """Microseconds of each kernel in one call of ours."""
-    batch, heads, group, n, width, options = SHAPES["128, 8k causal"]
-    given = inputs(*tensors(batch, heads, group, n, n, width, torch.bfloat16), **options)
+    given = inputs(SHAPES[name])[0]
     ours.differentiate_hopper(*given)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         for _ in range(3):
             ours.differentiate_hopper(*given)
         torch.cuda.synchronize()
-    return {x.key[:60]: x.device_time_total / x.count for x in seen.key_averages()}
+    return {x.key[:60]: round(x.device_time_total / x.count, 1) for x in seen.key_averages()}
 
 
 def main() -> None:
     """Check, time, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=150, help="start no part after this")
+    parser.add_argument("--seconds", type=float, default=80, help="start no part after this")
     folder = os.environ.get("OUT", ".")
     parser.add_argument("--json", type=Path, default=Path(folder) / "gpu_backward.json")
-    parser.add_argument("--kind", type=int, help="only check calls of this kind")
+    parser.add_argument("--kind", help="only check a part of the calls of a kind: `3,0`")
     parser.add_argument("--only", choices=["checks", "times"], help="one part")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.gpu_backward needs a Hopper GPU, and PyTorch finds none here")
     begun = time.monotonic()
     STOP[0] = begun + asked.seconds
+    SAVE.append(asked.json)
     if asked.kind is not None:
-        checks(KINDS[asked.kind])
-        asked.json.write_text(json.dumps(FOUND))
+        kind, part = map(int, asked.kind.split(","))
+        checks(KINDS[kind], part)
         return
-    if asked.only != "times":
-        all_checks(asked.json.parent)
-        print(f"checks took {time.monotonic() - begun:.0f} s", flush=True)
+    first = attempt(
+        "first", "causal 128", lambda: check("causal 128", torch.bfloat16, False, False)
+    )
+    if first is None or "failed" in first:
+        sys.exit("the first call failed, so nothing else was tried")
     for name in SHAPES if asked.only != "checks" else ():
-        attempt("times", name, lambda x=name: timed(x))
-        asked.json.write_text(json.dumps(FOUND, indent=1))
+        attempt("times", name, lambda name=name: timed(name, name == "128, 8k causal"))
         if name == "128, 8k causal":
-            attempt("kernels", name, kernels)
+            attempt("kernels", name, lambda: kernels("128, 8k causal"))
+            if asked.only != "times":
+                print(f"checks begin after {time.monotonic() - begun:.0f} s", flush=True)
+                all_checks(asked.json.parent)
+                print(f"checks end after {time.monotonic() - begun:.0f} s", flush=True)
+    if asked.only == "checks":
+        all_checks(asked.json.parent)
     asked.json.write_text(json.dumps(FOUND, indent=1))
     every = FOUND.get("checks", {})
-    bad = [name for name, x in every.items() if not x.get("ok", not x.get("taken", True))]
+    bad = [name for name, x in every.items() if not x.get("ok", False)]
     print(f"{len(every)} checks, {len(bad)} bad: {bad}; {time.monotonic() - begun:.0f} s")
     for name, found in FOUND.get("times", {}).items():
         print(name, found)
