@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +272,19 @@ def table(translators: Translators) -> Listing:
         both("test loss", "测试损失"),
     )
     return Listing(both("Translators", "翻译模型"), headings, tuple(rows))
+
+
+def planned(translators: Translators) -> Listing:
+    """The table, with the rows that are still to be trained."""
+    found = table(translators)
+    there = {run["variant"] for run in translators.runs}
+    missing = both("not trained yet", "尚未训练")
+    left = tuple(
+        (label(variant), *(None,) * 4, missing, *(None,) * 3)
+        for variant in LABELS
+        if variant not in there
+    )
+    return replace(found, rows=found.rows + left)
 
 
 def sizes(translators: Translators) -> Listing:

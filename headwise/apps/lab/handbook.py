@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.apps.lab import ablations, comparisons, record, worked_example
-from headwise.apps.lab.charts import Bars, Chart, Series, Shown, bars, cells, text
+from headwise.apps.lab.charts import Bars, Chart, Listing, Series, Shown, bars, cells, text
 from headwise.apps.lab.claim import TOPICS, VERDICTS, Claim, both
 from headwise.apps.lab.claims import CLAIMS
 from headwise.apps.lab.drawing import available, draw
@@ -42,7 +42,7 @@ DIRECTIVES = (
     *("claim", "table", "picture", "verdicts"),  # of one claim or several
     "drawing",  # of all claims or all translators
     "scatter",  # of one translator
-    *("count", "score", "runs", "origins", "paper", "notes"),  # of all of them
+    *("count", "score", "runs", "sizes", "lengths", "origins", "paper", "notes"),  # of all of them
 )
 
 
@@ -341,7 +341,20 @@ class ChapterWriter:
 
     def runs(self) -> str:
         """The table of translators."""
-        return self.drawn(ablations.table(self.translators))
+        return self.drawn(ablations.planned(self.translators))
+
+    def sizes(self) -> str:
+        """The rows of another size than the base model's beside base models of their size."""
+        return self.trained(ablations.sizes(self.translators))
+
+    def lengths(self) -> str:
+        """BLEU by the length of the source."""
+        return self.trained(ablations.lengths(self.translators))
+
+    def trained(self, listing: Listing) -> str:
+        """A table, or that its rows are still to come."""
+        missing = both("*None of these rows is trained yet.*", "*这些行都还没有训练。*")
+        return self.drawn(listing) if listing.rows else self.say(missing)
 
     def origins(self) -> str:
         """The signature of the scores, and the sessions in which the translators were trained."""
@@ -351,10 +364,12 @@ class ChapterWriter:
         if not held:
             parts.append(self.say(both("from the results of claims", "取自各条说法的结果")))
         else:
+            count = len(held)
             took = both(
-                "{count} sessions, {minutes:.0f} minutes on {machine}",
+                "{count} {sessions}, {minutes:.0f} minutes on {machine}",
                 "{count} 段，共 {minutes:.0f} 分钟，{machine}",
-                count=len(held),
+                count=count,
+                sessions="session" if count == 1 else "sessions",
                 minutes=self.translators.seconds / 60,
                 machine=" / ".join(dict.fromkeys(str(session["machine"]) for session in held)),
             )
@@ -414,7 +429,7 @@ FAR = -12
 
 def learning(results: Results, table: ablations.Translators) -> tuple[Shown, ...]:
     """The validation losses of a few translators, first seeds, against the step."""
-    chosen = ("base", "heads-1", "shared", "additive", "unscaled", "convolution")
+    chosen = ("base", "heads-1", "heads-16", "shared", "additive", "unscaled", "convolution")
     curves = tuple(
         Series(ablations.LABELS[x["variant"]], *map(list, zip(*x["curve"], strict=True)))
         for x in table.runs

@@ -106,7 +106,7 @@ def atlas_pieces(lab: Lab) -> list[Piece]:
             stretch,
             {"task": task, "length": length, "width": width},
         )
-        for width in lab.pick("widths", tiny=(8, 16), quick=(16, 32, 64), full=(32, 128, 512))
+        for width in lab.pick("widths", tiny=(8, 16), quick=(16, 64), full=(32, 128, 512))
         for length in lab.pick("lengths", tiny=(8,), quick=(16,), full=(16, 64))
         for task in TASKS
     ]

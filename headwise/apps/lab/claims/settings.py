@@ -310,6 +310,7 @@ CLAIMS = tuple(
             Move("task", both("task", "任务"), "task", how="only"),
             Move("width", both("width", "宽度"), "width"),
             Move("rate", both("learning rate", "学习率"), "rate"),
+            Move("gain", both("factor on the start", "初值的倍数"), "gain", how="only"),
         ),
     )
     for contrast, sentence in SENTENCES.items()
