@@ -108,17 +108,18 @@ class Tape:
         self._open[-1].lines.append(Line("flops", label, count, note=note))
 
     def attention(
-        self, shape: AttentionShape, label: str, extra_bytes: int = 0, read: int | None = None
+        self, shape: AttentionShape, label: str, extra_bytes: int, read: int, learns: bool
     ) -> None:
-        """The kernels of fused attention; its backward computes the scores again."""
+        """The kernels of fused attention; its backward, if it has one, computes the scores again.
+
+        `read` are the bytes of keys and values, `extra_bytes` those of masks and the like.
+        """
         e = self.element
         score = 4 if shape.additive else 2
         per_pair = score * shape.head_dim + 2 * shape.value_dim
         dense = shape.batch * shape.heads * shape.queries * shape.keys
         rows = shape.batch * shape.queries
         q, out = (rows * shape.heads * width * e for width in (shape.head_dim, shape.value_dim))
-        keys = shape.batch * shape.keys * shape.kv_heads * (shape.head_dim + shape.value_dim) * e
-        keys = keys if read is None else read
         lse = 4 * rows * shape.heads
         special = 1 + shape.softcap + (shape.head_dim if shape.additive else 0)
         forward = Kernel(
@@ -127,20 +128,22 @@ class Tape:
             flops=shape.pairs * per_pair,
             flops_dense=dense * per_pair,
             flops_executed=shape.executed_pairs * per_pair,
-            bytes_read=q + keys + extra_bytes,
+            bytes_read=q + read + extra_bytes,
             bytes_written=out + lse,
             special=shape.pairs * special,
             shape=shape,
         )
         self.run(forward)
+        if not learns:
+            return
         self.run(
             replace(
                 forward,
                 flops=2 * forward.flops,
                 flops_dense=2 * forward.flops_dense,
                 flops_executed=forward.flops_executed * 5 // 2,
-                bytes_read=q + keys + 2 * out + lse + extra_bytes,
-                bytes_written=q + keys,
+                bytes_read=q + read + 2 * out + lse + extra_bytes,
+                bytes_written=q + read,
             ),
             True,
         )

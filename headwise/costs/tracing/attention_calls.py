@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -208,14 +209,13 @@ def count_attention(
         q.shape[0], heads, kv_heads, place.queries, place.keys, q.shape[3], v.shape[3],
         pairs.visible, pairs.executed, found, softcap, additive,
     )  # fmt: skip
-    read = None
-    if tokens.cached:
+    vectors = Fraction((k.shape[3] + v.shape[3]) * work.element)
+    if tokens.cached:  # the kernel reads the cache as it is stored
         vectors = work.cache.vector(k.shape[3]) + work.cache.vector(v.shape[3])
-        read = int(pairs.touched * kv_heads * vectors)
-    else:
-        read = pairs.touched * kv_heads * (k.shape[3] + v.shape[3]) * work.element
+    read = int(pairs.touched * kv_heads * vectors)
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     with tape.inside(tape.child("scores and values")):
-        tape.attention(shape, "attention", extra, read)
-        if work.recompute == "attention":
+        tape.attention(shape, "attention", extra, read, learns)
+        if work.recompute == "attention" and learns:
             tape.current.backward.append(recomputed_kernel(tape.current.forward[-1]))
         recorder.flops_of_pairs(shape, pairs)

@@ -21,8 +21,8 @@ Sizes = tuple[tuple[str, int], ...]
 class Utilisation:
     """The model FLOPs of some steps, of which a device could do `peak` per second.
 
-    Only what the model needs is counted: forward and backward, each pair that the mask shows, and
-    nothing that is computed again. Padding counts, as it is computed.
+    Only what the model needs is counted: the forward, the backward of what learns, each pair that
+    the mask shows, and nothing that is computed again. Padding counts, as it is computed.
     """
 
     architecture: TracedModel
@@ -39,13 +39,6 @@ class Utilisation:
         A GPU's peak is that of its data sheet; another device is known once it was measured, by
         `headwise cost --measure`.
         """
-        still = [name for name, each in model.named_parameters() if not each.requires_grad]
-        still = [name for name in still if "position" not in name]  # a table, in no product
-        if still:
-            raise ValueError(
-                f"some of its parameters do not learn, such as {still[0]}, and a backward counts "
-                "for all"
-            )
         if len({each.device for each in model.parameters()}) > 1:
             raise ValueError("its parameters are on several devices")
         peak = this_machine.peak(where, dtype)

@@ -51,12 +51,6 @@ def test_an_unknown_device_or_model_says_why(
 ) -> None:
     with pytest.raises(ValueError, match="LSTM can't be read"):
         Utilisation.of(nn.LSTM(3, 3), CPU, "fp32")
-    half = GPT(TINY)
-    half.embedding.requires_grad_(False)
-    with pytest.raises(
-        ValueError, match=r"some of its parameters do not learn, such as embedding\.weight"
-    ):
-        Utilisation.of(half, CPU, "fp32")
     split = GPT(TINY)
     split.norm.to("meta")
     with pytest.raises(ValueError, match="its parameters are on several devices"):
@@ -65,6 +59,24 @@ def test_an_unknown_device_or_model_says_why(
         Utilisation.of(GPT(TINY), CPU, "bf16")
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "empty"))
     assert known_utilisation(GPT(TINY), CPU, 1) is None
+
+
+def test_what_is_frozen_has_no_backward(known: Device) -> None:
+    """Frozen weights have no gradient, nor has what lies before the first that learn."""
+    model = GPT(TINY)
+    flops = []
+    for frozen in (None, model.blocks[0], model.embedding):
+        if frozen is not None:
+            frozen.requires_grad_(False)
+        used = Utilisation.of(model, CPU, "fp32")
+        used.add({"batch": 1, "queries": 8})
+        flops.append(used.read(1.0) * known.matrix["fp32"])
+    block = sum(x.numel() for x in model.blocks[0].parameters() if x.ndim == 2)
+    assert flops[0] - flops[1] == pytest.approx(2 * 8 * block)
+    inside = hw.cost(model.blocks[0].requires_grad_(True), queries=8, dtype="fp32")
+    head = 2 * 8 * model.embedding.weight.numel()
+    inputs = inside.backward_flops - 2 * 8 * block
+    assert flops[1] - flops[2] == pytest.approx(inputs + head)
 
 
 def test_a_meter_without_a_known_peak_leaves_it_out() -> None:
