@@ -1,9 +1,10 @@
-"""The Hopper forward with every kind of mask and width: `python -m bench.gpu_masks`, two minutes.
+"""The Hopper forward with every kind of mask and width: `python -m bench.gpu_masks`, 90 seconds.
 
 First, processes beside each other compile each variant and compare it with the reference on small
-inputs. Then variants are timed in turns with cuDNN, and with FlexAttention for masks that cuDNN
-lacks; some tile shapes are tried beside those of the table. Prints one line per cell, and writes
-everything to $OUT/gpu_masks.json, or bench/results.
+inputs. Then variants are timed in turns with cuDNN, and at last, if time is left, with
+FlexAttention for masks that cuDNN lacks; other settings are tried beside the usual ones. Prints one
+line per cell, with the microseconds of each kernel, and writes everything to $OUT/gpu_masks.json,
+or bench/results.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ STATS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 WORKERS, PATIENCE = 13, 120  # processes, and seconds until one counts as hung
 Tile = tuple[int, int, int, bool]  # keys, stages, consumer warpgroups, direct
+LOOP: Tile = (0, 0, 0, False)  # the usual tile, and all moments in the loop over keys
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,11 @@ class Cell:
     width: int = 128
     values: int = 128
     stats: tuple[str, ...] = ("plain", "entropy", "five")
-    tiles: tuple[Tile, ...] = ()  # tried beside the table's
-    peers: tuple[str, ...] = ("cudnn",)
+    tiles: tuple[Tile, ...] = ()  # tried beside the table's, with the last of `stats`
+    cudnn: bool = True
+    flex: bool = False
+    document: int = 700
+    profiled: tuple[str, ...] = ()  # of which kernels are timed one by one
 
     def tensors(self) -> list[Tensor]:
         """Return q, k, v."""
@@ -69,40 +74,35 @@ class Cell:
         return replace(self, batch=2, heads=4, key_heads=4 * self.key_heads // self.heads, n=777)
 
 
+EVERY = tuple(STATS)
+ALONE = ("plain", "five")
 CELLS = (
-    Cell("128 short", 2048, batch=8, stats=(*STATS,)),
-    Cell("128", 8192, stats=(*STATS,)),
-    Cell("128 full", 8192, "none", stats=("plain", "five")),
-    Cell("window", 16384, "window", key_heads=4, stats=("plain",), peers=("flex",)),
-    Cell(
-        "sinks and window", 16384, "sinks", key_heads=4, stats=("plain", "five"),
-        tiles=((64, 3, 2, False),), peers=("flex",),
-    ),
+    Cell("256", 8192, heads=8, key_heads=8, width=256, values=256, stats=EVERY,
+         tiles=((32, 3, 2, True),), profiled=("every",)),
+    Cell("64", 16384, heads=32, key_heads=32, width=64, values=64, stats=ALONE,
+         tiles=((64, 4, 3, False), (128, 2, 3, False))),
+    Cell("64 short", 2048, batch=8, heads=32, key_heads=32, width=64, values=64,
+         stats=(*ALONE, "every"), tiles=(LOOP,), profiled=("every",)),
+    Cell("128", 8192, stats=EVERY, tiles=(LOOP,), profiled=("five", "every")),
+    Cell("128 short", 2048, batch=8, stats=EVERY, tiles=(LOOP,), profiled=("five", "every")),
+    Cell("sinks and window", 16384, "sinks", key_heads=4, stats=ALONE, cudnn=False, flex=True,
+         profiled=("plain",)),
+    Cell("prefix", 16384, "prefix", key_heads=4, stats=("plain",), profiled=("plain",)),
+    Cell("documents of 700", 4096, "documents", batch=4, stats=ALONE, tiles=((64, 3, 2, False),),
+         flex=True, profiled=("plain",)),
+    Cell("documents of 768", 4096, "documents", batch=4, document=768, stats=("plain",),
+         profiled=("plain",)),
+    Cell("one document", 4096, "one document", batch=4, stats=ALONE, profiled=("plain",)),
+    Cell("uneven documents", 16384, "uneven", stats=("plain",), cudnn=False, profiled=("plain",)),
+    Cell("MLA", 8192, width=192, stats=EVERY, profiled=("every",)),
     Cell("causal, long", 16384, key_heads=4, stats=("plain",)),
-    Cell("prefix", 16384, "prefix", key_heads=4, stats=("plain",)),
-    Cell("one document", 4096, "one document", batch=4, stats=("plain", "five")),
-    Cell("causal, 4096", 4096, batch=4, stats=("plain", "five")),
-    Cell("documents of 700", 4096, "documents", batch=4, stats=("plain", "five"), peers=("flex",)),
-    Cell("uneven documents", 16384, "uneven", stats=("plain",), peers=("flex",)),
-    Cell("lengths", 4096, "lengths", batch=4, stats=("plain",)),
-    Cell(
-        "MLA", 8192, width=192, stats=("plain", "entropy", "five", "every"),
-        tiles=((64, 3, 2, False), (64, 2, 2, False)),
-    ),
-    Cell(
-        "256", 8192, heads=8, key_heads=8, width=256, values=256,
-        stats=("plain", "entropy", "five", "every"), tiles=((32, 3, 2, True),),
-    ),
-    Cell(
-        "64 short", 2048, batch=8, heads=32, key_heads=32, width=64, values=64,
-        tiles=((64, 4, 3, False), (128, 2, 3, False)),
-    ),
-    Cell(
-        "64", 16384, heads=32, key_heads=32, width=64, values=64,
-        tiles=((64, 4, 3, False), (128, 2, 3, False)),
-    ),
+    Cell("128 full", 8192, "none", stats=ALONE),
+    Cell("causal, 4096", 4096, batch=4, stats=ALONE),
+    Cell("window", 16384, "window", key_heads=4, stats=("plain",), cudnn=False,
+         profiled=("plain",)),
+    Cell("lengths", 4096, "lengths", batch=4, stats=("plain",), profiled=("plain",)),
     Cell("64 full", 4096, "none", batch=4, heads=32, key_heads=32, width=64, values=64,
-         tiles=((64, 4, 3, False),)),
+         stats=("plain",)),
 )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def bounds_of(cell: Cell) -> Tensor:
         made = torch.Generator().manual_seed(3)
         cuts = (torch.rand(24, generator=made) ** 3 * cell.n).long()
         return torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([cell.n])])
-    return torch.tensor([*range(0, cell.n, 700 if cell.n > 1000 else 130), cell.n])
+    return torch.tensor([*range(0, cell.n, cell.document if cell.n > 1000 else 130), cell.n])
 
 
 def mask_of(cell: Cell) -> hw.mask.Mask | None:
@@ -152,15 +152,17 @@ def using(cell: Cell, tile: Tile | None) -> Iterator[None]:
     from headwise.engines.triton.host import hopper_call
 
     widths = next(x for x in (64, 128, 192, 256) if cell.width <= x), cell.values
-    usual = hopper_call.TILES[widths]
-    if tile is not None:
+    usual, least = hopper_call.TILES[widths], hopper_call.LEAST_KEYS
+    if tile == LOOP:
+        hopper_call.LEAST_KEYS = 1 << 30
+    elif tile is not None:
         hopper_call.TILES[widths] = hopper_call.HopperTile(*tile)
     calls.forget()
     failures.forget()
     try:
         yield
     finally:
-        hopper_call.TILES[widths] = usual
+        hopper_call.TILES[widths], hopper_call.LEAST_KEYS = usual, least
         calls.forget()
 
 
@@ -203,7 +205,7 @@ def variants() -> list[tuple[Cell, str, Tile | None]]:
         (cell, stats, tile)
         for cell in CELLS
         for tile in (None, *cell.tiles)
-        for stats in cell.stats
+        for stats in (cell.stats if tile is None else cell.stats[-1:])
     ]
 
 
@@ -241,7 +243,7 @@ def warm_flex() -> None:
     """Compile FlexAttention's kernels into the cache."""
     torch._dynamo.config.recompile_limit = 64
     for cell in CELLS:
-        if "flex" in cell.peers:
+        if cell.flex:
             flexible(cell)()
     torch.cuda.synchronize()
 
@@ -272,52 +274,51 @@ def _rows(text: str) -> list[dict[str, object]]:
 
 
 def timed(cell: Cell, bad: set[tuple[object, ...]]) -> dict[str, object]:
-    """Return the milliseconds of a cell's variants and peers, in turns."""
+    """Return the milliseconds of a cell's variants and of cuDNN, in turns."""
     q, k, v = cell.tensors()
     runs: dict[str, Run] = {}
     for stats in cell.stats:
         if (cell.name, stats, None) not in bad:
             runs[stats] = partial(call_of(cell, stats), q, k, v)
-    if "cudnn" in cell.peers:
-        causal = cell.mask != "none"
-        runs["cudnn"] = Fused(SDPBackend.CUDNN_ATTENTION, q, k, v, causal)
-    if "flex" in cell.peers:
-        runs["flex"] = flexible(cell)
-    if cell.mask not in ("none", "causal"):
-        runs["triton"] = partial(call_of(cell, "plain", "triton"), q, k, v)
+    usual = dict(runs)
+    if cell.cudnn:
+        runs["cudnn"] = Fused(SDPBackend.CUDNN_ATTENTION, q, k, v, cell.mask != "none")
     ms = interleaved(runs, rounds=5, slice_ms=8.0)
+    stats = cell.stats[-1]
     for tile in cell.tiles:
-        with using(cell, tile):
-            found = {
-                f"{stats} {tile}": partial(call_of(cell, stats), q, k, v)
-                for stats in cell.stats
-                if (cell.name, stats, tile) not in bad
-            }
-            ms |= interleaved(found, rounds=5, slice_ms=8.0)
+        if (cell.name, stats, tile) not in bad:
+            with using(cell, tile):
+                name = f"{stats} {'in the loop' if tile == LOOP else tile}"
+                ms |= interleaved({name: partial(call_of(cell, stats), q, k, v)}, 5, 8.0)
     flops = pairs_of(cell) * cell.heads * 2 * (cell.width + cell.values)
     row: dict[str, object] = {"cell": cell.name, "ms": {x: round(t, 4) for x, t in ms.items()}}
     row["TFLOP/s"] = {x: round(flops / t / 1e9) for x, t in ms.items()}
-    return row
+    parts = {x: _kernels(usual[x]) for x in cell.profiled if x in usual}
+    return row | ({"µs": parts} if parts else {})
 
 
-def profiled() -> dict[str, dict[str, float]]:
-    """Return the microseconds of each kernel where statistics cost most."""
+def _kernels(run: Run) -> dict[str, int]:
+    """Return the microseconds of each kernel of a call."""
     from bench.gpu_profile import kernels
 
-    found = {}
-    for name in ("128 short", "128", "64 short"):
-        cell = next(x for x in CELLS if x.name == name)
-        tensors = cell.tensors()
-        for stats in ("five", "every"):
-            found[f"{name}, {stats}"] = kernels(partial(call_of(cell, stats), *tensors))
-    return found
+    return {name[:30]: round(took) for name, took in kernels(run).items()}
+
+
+def beside_flex(cell: Cell) -> dict[str, object]:
+    """Return the milliseconds of a cell and of FlexAttention, in turns."""
+    runs: dict[str, Run] = {
+        "plain": partial(call_of(cell, "plain"), *cell.tensors()),
+        "flex": flexible(cell),
+    }
+    ms = interleaved(runs, rounds=5, slice_ms=8.0)
+    return {"cell": cell.name, "ms": {x: round(t, 4) for x, t in ms.items()}}
 
 
 def main() -> None:
     """Check, time and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", nargs="*", type=int, help="check these variants (used inside)")
-    parser.add_argument("--seconds", type=float, default=120, help="time no cell after this")
+    parser.add_argument("--seconds", type=float, default=75, help="time no cell after this")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.gpu_masks needs an NVIDIA GPU, and PyTorch finds none here")
@@ -344,25 +345,22 @@ def main() -> None:
     bad = {(row.get("cell"), row.get("stats"), _tuple(row.get("tile"))) for row in wrong}
     torch._dynamo.config.recompile_limit = 64
     cells = []
-    for cell in CELLS:
-        if time.monotonic() - began > given.seconds:
-            print(f"{cell.name}: no time left")
-            continue
-        try:
-            with torch.no_grad():
-                cells.append(timed(cell, bad))
-        except Exception as error:
-            traceback.print_exc()
-            cells.append({"cell": cell.name, "failed": str(error)[:300]})
-        print(*(f"{x} {y}" for x, y in cells[-1].items()), sep="  ", flush=True)
-        keep("cells", cells)
-    try:
-        with torch.no_grad():
-            keep("profile", profiled())
-        for name, took in results["profile"].items():  # type: ignore[attr-defined]
-            print(name, {x[:40]: round(t) for x, t in took.items()}, flush=True)
-    except Exception:
-        traceback.print_exc()
+    for run, chosen in (
+        (partial(timed, bad=bad), CELLS),
+        (beside_flex, [x for x in CELLS if x.flex]),
+    ):
+        for cell in chosen:
+            if time.monotonic() - began > given.seconds:
+                print(f"{cell.name}: no time left")
+                continue
+            try:
+                with torch.no_grad():
+                    cells.append(run(cell))
+            except Exception as error:
+                traceback.print_exc()
+                cells.append({"cell": cell.name, "failed": str(error)[:300]})
+            print(*(f"{x} {y}" for x, y in cells[-1].items()), sep="  ", flush=True)
+            keep("cells", cells)
     print(f"{time.monotonic() - began:.0f} s")
 
 
