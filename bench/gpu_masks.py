@@ -80,7 +80,7 @@ CELLS = (
     Cell("256", 8192, heads=8, key_heads=8, width=256, values=256, stats=EVERY,
          tiles=((32, 3, 2, True),), profiled=("every",)),
     Cell("64", 16384, heads=32, key_heads=32, width=64, values=64, stats=ALONE,
-         tiles=((64, 4, 3, False), (128, 2, 3, False))),
+         tiles=((64, 4, 3, False),)),
     Cell("64 short", 2048, batch=8, heads=32, key_heads=32, width=64, values=64,
          stats=(*ALONE, "every"), tiles=(LOOP,), profiled=("every",)),
     Cell("128", 8192, stats=EVERY, tiles=(LOOP,), profiled=("five", "every")),

@@ -13,9 +13,9 @@ from headwise.core.problem import Problem
 from headwise.engines.triton.engine import TRITON, Triton
 from headwise.engines.triton.limits import WIDEST
 
-PROVEN = 128  # head width: beyond it, and for masks that are no bands, "auto" prefers others
 HOPPER_GENERATION = 9
 LONG = 4096  # queries and keys from which this forward is faster than cuDNN's (docs/gpu.md)
+AHEAD = 128  # head width up to which it is
 
 
 class Hopper(Triton):
@@ -74,11 +74,12 @@ class Hopper(Triton):
         """Come before PyTorch's kernels for long inputs of wide heads without gradients."""
         q, k, v = problem.q, problem.k, problem.v
         band, rest = problem.band()
-        if band is None or rest is not None or max(q.shape[-1], v.shape[-1]) > PROVEN:
+        widest = max(q.shape[-1], v.shape[-1])
+        if band is None or rest is not None or widest > AHEAD:  # until each kind has been timed
             return TRITON.rank
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        ahead = not learning and min(q.shape[2], k.shape[2]) >= LONG and q.shape[-1] > 64
-        return 0 if ahead else self.rank
+        long = min(q.shape[2], k.shape[2]) >= LONG
+        return 0 if long and not learning and 64 < q.shape[-1] and widest <= AHEAD else self.rank
 
     @property
     def _forward(self) -> Any:
