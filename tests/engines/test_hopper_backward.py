@@ -20,13 +20,17 @@ from headwise.engines.gradients import BackwardInputs, Gradients
 
 pytest.importorskip("triton", reason="the engine's kernel is written in Gluon, a part of Triton")
 
-from headwise.engines.triton.host.hopper_backward_call import differentiate_hopper, takes
-from tests.engines import gluon_on_cpu
-from tests.engines import test_hopper_on_cpu as masks
+from headwise.engines.triton.host.hopper_backward_call import (
+    SWITCH,
+    differentiate_hopper,
+    takes,
+)
+from tests.engines import interval_masks as masks
 
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HERE, reason="its kernel runs on Hopper GPUs only")
-DEVICE = "cuda" if HERE else "cpu"
+pytestmark = [pytest.mark.gpu] if HERE else []  # emulated where there is none
+DEVICE = torch.device("cuda" if HERE else "cpu")
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:
@@ -48,6 +52,7 @@ def given(case: str) -> tuple[list[Tensor], Options]:
 
 
 CAUSAL = hw.mask.causal()
+IDS = torch.arange(500, device=DEVICE) // 130  # of documents
 CASES = {
     "full": (1, 1, 1, 128, 256, 128, {}),
     "full, 64 wide": (1, 1, 1, 256, 128, 64, {}),
@@ -59,7 +64,7 @@ CASES = {
     "rows see nothing": (1, 2, 2, 300, 140, 128, {"mask": hw.mask.causal(offset=-160)}),
     "sinks": (1, 2, 1, 200, 200, 128, {"mask": CAUSAL, "sinks": True}),
     "documents, grouped": (
-        1, 4, 2, 420, 420, 64, {"mask": CAUSAL & hw.mask.documents(torch.arange(420) // 130)},
+        1, 4, 2, 420, 420, 64, {"mask": CAUSAL & hw.mask.documents(IDS[:420])},
     ),
     "sinks and window": (
         1, 2, 1, 410, 410, 128,
@@ -68,7 +73,7 @@ CASES = {
     "capped": (1, 2, 1, 150, 200, 96, {"mask": CAUSAL, "softcap": 1.5}),
     "capped documents, 64 wide": (
         1, 1, 1, 300, 300, 64,
-        {"mask": hw.mask.documents(torch.arange(300) // 130), "softcap": 1.5},
+        {"mask": hw.mask.documents(IDS[:300]), "softcap": 1.5},
     ),
 }  # fmt: skip
 
@@ -101,9 +106,11 @@ def differentiated(
     given = [tensors[0], *map(hidden, tensors[1:])]
     call = prepared(given, options, truth, seen, pull, entropy)
     assert takes(*call)
-    if DEVICE == "cuda":
+    if HERE:
         return differentiate_hopper(*call), list(expected)
-    with gluon_on_cpu.emulated(seed=seed):
+    from tests.engines.gluon_on_cpu import emulated  # greenlet need not be where a GPU is
+
+    with emulated(seed=seed):
         return differentiate_hopper(*call), list(expected)
 
 
@@ -182,7 +189,8 @@ def test_every_mask_agrees_and_keys_that_no_row_sees_may_be_nan(
     if width == 64:
         request.getfixturevalue("deterministic")
     torch.manual_seed(width)
-    made = masks.MASKS[mask](270, 310)
+    with DEVICE:
+        made = masks.MASKS[mask](270, 310)
     q, k, v = normal(2, 2, 270, width), normal(2, 1, 310, width), normal(2, 1, 310, width)
 
     def hidden(x: Tensor) -> Tensor:
@@ -196,7 +204,36 @@ def test_weights_of_large_logits_are_exact() -> None:
     torch.manual_seed(0)
     v = normal(1, 1, 130, 64)
     q, k = (torch.full_like(v, 300.0) for _ in range(2))  # logits around 630,000, a few apart
-    q[..., :8], k[..., :8] = (torch.randint(-x, x, (130, 8)).half() for x in (2, 8))
+    q[..., :8], k[..., :8] = (torch.randint(-x, x, (130, 8), device=DEVICE).half() for x in (2, 8))
     found, expected = differentiated([q, k, v], Options(), 5, False)
     for x, truth in ((found.k, expected[1]), (found.v, expected[2])):
         assert float((x - truth).norm()) <= 1e-3 * float(truth.norm())
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_learns_through_it(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    tensors, options = given(case)
+    q, k, v = (x.detach().requires_grad_() for x in tensors)
+    more = {"mask": options.mask, "softcap": options.softcap, "sinks": options.sinks}
+    out, seen = hw.observe(q, k, v, **more, stats=("entropy",), engine="hopper")
+    found = torch.autograd.grad(out.float().square().sum() + seen.entropy.sum(), (q, k, v))
+    a, b, c = wide(*tensors)
+    out, seen = hw.observe(a, b, c, **more, stats=("entropy",), engine="reference")
+    expected = torch.autograd.grad(out.square().sum() + seen.entropy.sum(), (a, b, c))
+    for x, truth in zip(found, expected, strict=True):
+        assert float((x - truth).norm()) <= 3e-3 * float(truth.norm())
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("case", ["causal, odd, grouped", "sinks and window"])
+def test_bits_repeat_on_a_gpu(case: str) -> None:
+    tensors, options = given(case)
+    first = differentiated(tensors, options, 0, True)[0]
+    for _ in range(50):
+        again = differentiated(tensors, options, 0, True)[0]
+        assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in "qkv")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,54 +13,15 @@ pytest.importorskip("greenlet", reason="the emulator's partitions are greenlets"
 
 import headwise as hw
 from headwise.core.options import Options
-from headwise.core.place import Place
 from headwise.core.problem import pose
 from headwise.core.row_sums import EVERYTHING, RowResults
 from headwise.engines.triton.host import hopper_call
 from headwise.engines.triton.host.launches import Launches
 from tests.engines import test_triton as kernels
 from tests.engines.gluon_on_cpu import emulated
+from tests.engines.interval_masks import MASKS, B, H, hide
 
 NAMES = (*("lse", "max_logit", "entropy", "distance", "participation", "logit_mean", "logit_var"),)
-B, H = 2, 2
-Make = Callable[[int, int], hw.mask.Mask | None]  # of queries and keys
-
-
-def ids(m: int) -> Tensor:
-    """Return documents that begin anywhere: some shorter than a tile, others longer."""
-    return (torch.rand(B, m) < 0.03).cumsum(-1)
-
-
-def some(low: int, high: int, *shape: int) -> Tensor:
-    return torch.randint(low, high, shape)
-
-
-MASKS: dict[str, Make] = {
-    "none": lambda n, m: None,
-    "causal": lambda n, m: hw.mask.causal(),
-    "first rows see nothing": lambda n, m: hw.mask.causal(offset=-60),
-    "last keys are hidden": lambda n, m: hw.mask.causal(offset=-30),
-    "window": lambda n, m: hw.mask.causal() & hw.mask.window(70),
-    "both sides": lambda n, m: hw.mask.window(50, 40, offset=60),
-    "offsets": lambda n, m: hw.mask.causal([-20, 150]),
-    "documents": lambda n, m: hw.mask.documents(ids(m)),
-    "causal documents": lambda n, m: hw.mask.causal() & hw.mask.documents(ids(m)),
-    "prefix": lambda n, m: hw.mask.causal() | hw.mask.prefix([70, 0]),
-    "sinks and window": lambda n, m: hw.mask.causal() & (hw.mask.window(60) | hw.mask.prefix(4)),
-    "sinks and narrow window": lambda n, m: (
-        hw.mask.causal() & (hw.mask.window(3) | hw.mask.prefix(1))
-    ),
-    "lengths": lambda n, m: hw.mask.lengths([m - 50, 20]),
-    "nothing": lambda n, m: hw.mask.lengths([0, m]),
-    "padding on the left": lambda n, m: (
-        hw.mask.causal() & hw.mask.between(torch.tensor([40, 170])[:, None, None], torch.tensor(m))
-    ),
-    "some in the middle": lambda n, m: hw.mask.between(some(60, 80, B, H, 1), torch.tensor(130)),
-    "any": lambda n, m: hw.mask.between(some(-1, m, B, 1, n), some(0, m + 2, 1, H, n)),
-    "any two": lambda n, m: (
-        hw.mask.between(some(0, m, 1, H, n), some(0, m, B, 1, n)) | hw.mask.lengths([5, 90])
-    ),
-}
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, seed: int, **options: object) -> RowResults:
@@ -70,15 +30,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, seed: int, **options: object) -> RowRes
         return hopper_call.run_hopper_forward(
             Launches(), q, k, v, problem.terms(banded=True), EVERYTHING
         )
-
-
-def hide(x: Tensor, mask: hw.mask.Mask | None, n: int) -> Tensor:
-    """Return keys or values with NaN where no row sees them."""
-    if mask is None:
-        return x
-    m, heads = x.shape[2], x.shape[1]
-    seen = mask.to_dense(Place(B, H, n, m, offset=m - n)).expand(B, H, n, m)
-    return x.masked_fill(~seen.unflatten(1, (heads, -1)).any(2).any(2)[..., None], torch.nan)
 
 
 def agrees(

@@ -103,7 +103,7 @@ def _differentiated(
 ) -> Gradients:
     start = Launches().start
     call = operands(q, k, v, terms)
-    grad_out, grad_steps = loadable(given.grad_out)
+    grad_out, grad_steps = loadable(given.grad_out.to(q.dtype))
     batch, heads, queries, wide = q.shape
     width = max(pad(q), NARROWEST)
     rows = STEP.value // width
