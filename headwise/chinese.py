@@ -26,7 +26,9 @@ CHINESE: dict[str, str] = {
         "没有头 {name!r}；头写作 层.号，现有 {there}"
     ),
     "{first} to {last}": "{first} 到 {last}",
-    "input {id} is not an image": "输入 {id} 不是图片",
+    "these are too many tokens at once; choose fewer": "一次选的词元太多；请少选一些",
+    "there are no tokens {text}; there are {count:,}": "没有词元 {text}；共有 {count:,} 个",
+    "input {id} has no image {number}": "输入 {id} 没有图像 {number}",
     "axis={axis!r}; use rows or columns": "axis={axis!r}；可以是 rows 或 columns",
     "how={how!r}; use mean or max": "how={how!r}；可以是 mean 或 max",
     "{name}={written!r} is not a number from {low} to {high}": (
@@ -135,10 +137,15 @@ CHINESE: dict[str, str] = {
     ),
     "this model reads images; use --image FILE": "这个模型读图片；请用 --image FILE",
     "there is no word to look at in {text!r}": "{text!r} 里没有可看的词",
-    "{name} puts the image into {count} tokens that do not stand in a row, and the page draws one "
-    "image; hw.watch has its figures": (
-        "{name} 把图像放进 {count} 个不相连的词元，而页面只画一幅图像；hw.watch 有它的统计量"
+    "there is no image among the tokens of this prompt": "这个提示的词元里没有图像",
+    "{name} reads its images as {count} tokens, and it is not known which parts of them they are; "
+    "hw.watch has its figures": (
+        "{name} 把图像读作 {count} 个词元，但不知道它们各是图像的哪一部分；hw.watch 有它的统计量"
     ),
+    "the image": "图像",
+    "image {number}": "图像 {number}",
+    "{name}, small and whole": "{name}，缩小的整幅",
+    "{name}, in parts": "{name}，分块",
     "layers 0 to {last} are not shown: they see the image before it is among the tokens; shown are those of {module}, numbered as in hw.watch(model)": (  # noqa: E501
         "第 0 到 {last} 层没有显示：它们在图像进入词元序列之前处理图像；"
         "这里显示的是 {module} 的层，编号与 hw.watch(model) 相同"
@@ -156,10 +163,6 @@ CHINESE: dict[str, str] = {
         "未显示，因为它们的词元数不同：{names}"
     ),
     "not shown, for they could not be read: {names}": "未显示，因为无法读取：{names}",
-    "{name} reads the image as {count} tokens, which are not the patches of one square; hw.watch "
-    "has its figures": (
-        "{name} 把图像读作 {count} 个词元，它们不是一个正方形的图块；hw.watch 有它的统计量"
-    ),
     "{tokens:,} tokens are too many to look at on {device}: at most {most:,}{more}": (
         "{tokens:,} 个词元太多，在 {device} 上最多看 {most:,} 个{more}"
     ),

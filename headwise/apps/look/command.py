@@ -9,7 +9,7 @@ import select
 import stat
 import sys
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -59,9 +59,12 @@ File = Annotated[
         help="A UTF-8 file to read; - is standard input.", encoding="utf-8", show_default=False
     ),
 ]
-Image = Annotated[
-    Path | None,
-    _hidden_default("A PNG or JPEG for a vision model; with --text for one that reads both."),
+Images = Annotated[
+    list[Path] | None,
+    _hidden_default(
+        "A PNG or JPEG for a vision model; with --text for one that reads both, which may be given "
+        "several."
+    ),
 ]
 Heads = Annotated[list[str] | None, _hidden_default("A head by layer and number: 5.1, cross:0.3.")]
 Beside = Annotated[
@@ -115,7 +118,7 @@ def look(
     model: Model = "gpt",
     text: Text = None,
     file: File = None,
-    image: Image = None,
+    image: Images = None,
     head: Heads = None,
     span: Spans = None,
     beside: Beside = None,
@@ -296,16 +299,19 @@ def serve(asked: Asked, port: int, no_open: bool, beside: Path | None = None) ->
         os._exit(0)
 
 
-def given(text: str | None, file: typer.FileText | None, image: Path | None) -> Given | None:
+def given(
+    text: str | None, file: typer.FileText | None, images: Sequence[Path] | None
+) -> Given | None:
     """The input of the command line: --text or --file, --image, both, or what is piped in."""
     if text is not None and file is not None:
         raise typer.BadParameter("give one of --text and --file")
     try:
         written = text if file is None else file.read()
-        if image is not None:
-            return (
-                image.read_bytes() if written is None else Illustrated(image.read_bytes(), written)
-            )
+        if images:
+            read = tuple(image.read_bytes() for image in images)
+            if written is None and len(read) > 1:
+                raise typer.BadParameter(f"{len(read)} images need a --text about them")
+            return read[0] if written is None else Illustrated(read, written)
         if file is not None:
             return written
         if text is None and piped():

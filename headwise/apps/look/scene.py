@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -72,8 +73,51 @@ class Head:
 
 
 @dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture that a model reads or makes, as a grid of tokens.
+
+    `cells` has the token of each cell of the grid, row by row, and -1 where there is none. Tokens
+    such as separators are in no cell.
+    """
+
+    grid: tuple[int, int]
+    cells: tuple[int, ...]
+    name: str = ""
+    png: bytes | None = None  # None: only its grid is known
+    axis: Literal["both", "rows", "columns"] = "both"  # of the map: whose tokens they are
+
+    def distances(self) -> Tensor:
+        """The distance of every two cells, in cells: 1 to the next, √2 across a corner.
+
+        >>> Picture((2, 2), (1, 2, 3, 4)).distances()[0]
+        tensor([0.0000, 1.0000, 1.0000, 1.4142], dtype=torch.float64)
+        """
+        places = torch.cartesian_prod(*(torch.arange(side).double() for side in self.grid))
+        return torch.cdist(places, places)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The cells as stretches of neighbouring tokens: first cell, first token, their number.
+
+        >>> Picture((2, 2), (5, 6, 8, -1)).runs
+        [(0, 5, 2), (2, 8, 1)]
+        """
+        found: list[tuple[int, int, int]] = []
+        for cell, token in enumerate(self.cells):
+            first, start, count = found[-1] if found else (-1, -1, 0)
+            if token >= 0 and (cell, token) == (first + count, start + count):
+                found[-1] = first, start, count + 1
+            elif token >= 0:
+                found.append((cell, token, 1))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
 class Group:
-    """The heads whose rows and columns are the same tokens: `rows` look at `columns`."""
+    """The heads whose rows and columns are the same tokens: `rows` look at `columns`.
+
+    Some of the tokens may be those of `pictures`.
+    """
 
     id: str
     name: str
@@ -81,6 +125,9 @@ class Group:
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     heads: tuple[Head, ...]
+    pictures: tuple[Picture, ...] = ()
+    looks: Literal["text", "image"] | None = None
+    """What looks at what: a text at pictures, or pictures at the text that they are made by."""
 
     @property
     def square(self) -> bool:
@@ -106,10 +153,11 @@ class Group:
             return say("{first} to {last}", first=self.heads[0].name, last=self.heads[-1].name)
         return ", ".join(f"{layer}.0–{layer}.{count - 1}" for layer, _, count in self.layers())
 
-    def in_patches(self, image: Image) -> Group:
-        """The same, its heads' distances measured over the image."""
-        between = image.distances()
-        return replace(self, heads=tuple(head.in_patches(between) for head in self.heads))
+    def in_patches(self, picture: Picture) -> Group:
+        """The same of a picture's tokens, the last ones, its heads' distances measured over it."""
+        between = picture.distances()
+        heads = tuple(head.in_patches(between) for head in self.heads)
+        return replace(self, heads=heads, pictures=(picture,))
 
     def layers(self) -> list[tuple[int, str, int]]:
         """The number, the module and the count of heads of each layer."""
@@ -134,24 +182,6 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Image:
-    """An image as the model saw it: a PNG, its grid of patches, and the tokens before them."""
-
-    png: bytes
-    grid: tuple[int, int]
-    first: int
-
-    def distances(self) -> Tensor:
-        """The distance of every two patches, in patches: 1 to the next, √2 across a corner.
-
-        >>> Image(b"", (2, 2), 1).distances()[0]
-        tensor([0.0000, 1.0000, 1.0000, 1.4142], dtype=torch.float64)
-        """
-        places = torch.cartesian_prod(*(torch.arange(side).double() for side in self.grid))
-        return torch.cdist(places, places)
-
-
-@dataclass(frozen=True, eq=False)
 class Input:
     """An input that a model has read, and the heads that read it."""
 
@@ -159,8 +189,13 @@ class Input:
     kind: InputKind
     groups: tuple[Group, ...]
     notes: tuple[str, ...] = ()
-    image: Image | None = None
     predictor: Predictor | None = None  # None if its model has no outputs here
+
+    @cached_property
+    def images(self) -> list[bytes]:
+        """The images of its groups' pictures, each once, as PNG files."""
+        every = [picture.png for group in self.groups for picture in group.pictures]
+        return list(dict.fromkeys(png for png in every if png is not None))
 
     def group(self, id: str) -> Group:
         """The group of this id; ValueError names those there are."""

@@ -17,7 +17,7 @@ from headwise.apps.look.pages import PAGES
 from headwise.apps.look.predictions import Outcome, Predictor
 from headwise.apps.look.readers.reader import Given, Reader, check_length, most_tokens
 from headwise.apps.look.reasons import Reasons
-from headwise.apps.look.scene import Group
+from headwise.apps.look.scene import Group, Input
 from headwise.apps.look.sparse_report import SparseReport
 from headwise.apps.look.watched_folder import WatchedFolder
 from headwise.messages import Sentence, said_by, say
@@ -244,14 +244,12 @@ def _input(id: str, atlas: Atlas) -> dict[str, Any]:
         "rows": len(main.rows),
         "columns": len(main.columns),
         "notes": [*read.notes, *remarks(read)],
-        "image": None
-        if read.image is None
-        else {"grid": list(read.image.grid), "first": read.image.first},
-        "groups": [_group(group, read.predictor) for group in read.groups],
+        "groups": [_group(group, read) for group in read.groups],
     }
 
 
-def _group(group: Group, predictor: Predictor | None) -> dict[str, Any]:
+def _group(group: Group, read: Input) -> dict[str, Any]:
+    predictor, images = read.predictor, read.images
     predicts = predictor is not None and group.id in predictor.groups
     return {
         "id": group.id,
@@ -264,5 +262,16 @@ def _group(group: Group, predictor: Predictor | None) -> dict[str, Any]:
         "layers": [
             {"layer": layer, "name": module, "heads": heads}
             for layer, module, heads in group.layers()
+        ],
+        "looks": group.looks,
+        "pictures": [
+            {
+                "name": picture.name,
+                "image": None if picture.png is None else images.index(picture.png),
+                "grid": list(picture.grid),
+                "runs": picture.runs,
+                "axis": picture.axis,
+            }
+            for picture in group.pictures
         ],
     }

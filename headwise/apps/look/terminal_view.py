@@ -87,9 +87,8 @@ def show(console: Console, read: Input, chosen: Sequence[Head] = (), every: bool
     console.print(Text(f"\n{counted}{len(group.heads)} heads", style="bold"))
     for table in head_tables(listed, group.square, console.width):
         console.print(table)
-    away = (
-        "patches how many patches away it looks" if read.image else "distance how far back it looks"
-    )
+    over = read.kind == "image"
+    away = "patches how many patches away it looks" if over else "distance how far back it looks"
     defined = DEFINED.format(distance=away) if group.square else DEFINED_ACROSS
     console.print(Text(f"\n{defined}\n", style="dim"))
     said = {head.name: reason for head, reason in firsts}

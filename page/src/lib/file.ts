@@ -50,8 +50,8 @@ export class FileTransport implements Transport {
         header: (name) => headerNumber(name, kept.headers[name]),
       };
     }
-    const [, map, line, index] = /^(.*)\/(row|column)\/(\d+)$/.exec(path) ?? [];
-    const weights = map && (await this.#line(map, line as 'row' | 'column', Number(index)));
+    const [, map, line, of] = /^(.*)\/(row|column)\/([\d.-]+)$/.exec(path) ?? [];
+    const weights = map && (await this.#lines(map, line as 'row' | 'column', numbersIn(of!)));
     if (!weights) throw missing();
     return { buffer: weights.buffer as ArrayBuffer, header: (name) => headerNumber(name, null) };
   }
@@ -95,6 +95,18 @@ export class FileTransport implements Transport {
       rows.push(keys.slice(0, k).filter(([, weight]) => weight > 0));
     }
     return { rows };
+  }
+
+  /** The mean of some rows or columns of a map. */
+  async #lines(map: string, line: 'row' | 'column', of: readonly number[]) {
+    let mean: Float32Array | undefined;
+    for (const index of of) {
+      const weights = await this.#line(map, line, index);
+      if (!weights) return undefined;
+      mean ??= new Float32Array(weights.length);
+      for (let at = 0; at < weights.length; at++) mean[at]! += weights[at]! / of.length;
+    }
+    return mean;
   }
 
   /** A row or a column of a map, pieced together from its tiles of single weights. */
@@ -142,6 +154,14 @@ async function decode(base64: string): Promise<ArrayBuffer> {
   const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'));
   return new Response(stream).arrayBuffer();
+}
+
+/** 3, 4, 5 and 9 of 3-5.9. */
+function numbersIn(text: string): number[] {
+  return text.split('.').flatMap((stretch) => {
+    const [first, last] = stretch.split('-').map(Number) as [number, number?];
+    return Array.from({ length: (last ?? first) - first + 1 }, (_, step) => first + step);
+  });
 }
 
 const MISSING = 'This is not in the file';

@@ -64,7 +64,8 @@ export class Look {
 
   /** The kind of input that the model reads. */
   get reads(): 'text' | 'image' {
-    if (this.input) return this.input.image ? 'image' : 'text';
+    if (this.input?.groups.some(({ pictures }) => pictures.length)) return 'image';
+    if (this.input) return 'text';
     return this.state?.model?.reads ?? 'text';
   }
 
@@ -118,11 +119,31 @@ export class Look {
     this.#awaited = null;
   }
 
-  /** Look at another input: the same view, but none of the first one's positions. */
+  /** Look at another input: the same view; of the same tokens, such as in another step, all of it. */
   show(input: string): void {
     const { path, parameters } = this.router.route;
     const { group, layer, head, sort, x, y } = parameters;
-    this.router.go(path, { input, group, layer, head, sort, x, y });
+    const alike = this.alike.some(({ id }) => id === input);
+    this.router.go(
+      path,
+      alike ? { ...parameters, input } : { input, group, layer, head, sort, x, y },
+    );
+  }
+
+  /** The inputs whose tokens are those of this one, if they are of pictures: the steps of a pipeline. */
+  get alike(): Input[] {
+    const shape = (input: Input) =>
+      JSON.stringify(
+        input.groups.map(({ id, rows, columns, pictures }) => [
+          id,
+          rows,
+          columns,
+          pictures.map(({ grid, runs }) => [grid, runs]),
+        ]),
+      );
+    const own = this.input;
+    if (!own?.groups.some(({ looks }) => looks === 'image')) return [];
+    return (this.state?.inputs ?? []).filter((input) => shape(input) === shape(own));
   }
 
   close(): void {

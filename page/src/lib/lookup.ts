@@ -1,6 +1,6 @@
 /** Looks up the input, group and head that an address names, or says what is missing. */
 
-import type { Group, Input, State } from './types';
+import type { Group, Input, Picture, State } from './types';
 
 export type Place = readonly [layer: number, head: number];
 type Parameters = Readonly<Record<string, string>>;
@@ -22,6 +22,15 @@ export function headsOf(state: State | null, group: Group | null): Place[] {
   return (group?.layers ?? []).flatMap(({ layer, heads }) =>
     Array.from({ length: heads }, (_, head): Place => [layer, head]),
   );
+}
+
+/** The token of each cell of a picture, row by row; -1 where there is none. */
+export function cellsOf({ grid: [down, across], runs }: Picture): Int32Array {
+  const cells = new Int32Array(down * across).fill(-1);
+  for (const [cell, token, count] of runs) {
+    for (let step = 0; step < count; step++) cells[cell + step] = token + step;
+  }
+  return cells;
 }
 
 /** The first name in an address without a match; null if there is none. */

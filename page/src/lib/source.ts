@@ -10,6 +10,7 @@ import type {
   Heads,
   KeySpan,
   MapShape,
+  Over,
   Pooling,
   Prediction,
   Reason,
@@ -98,15 +99,17 @@ export class Source {
     return this.transport.json(query(`${headPath(head)}/strips`, { size, ...range }), signal);
   }
 
-  /** The exact weights of a row. */
-  async row(head: HeadAddress, row: number, signal?: AbortSignal): Promise<Float32Array> {
-    const answer = await this.transport.bytes(`${headPath(head)}/row/${row}`, signal);
-    return new Float32Array(answer.buffer);
-  }
-
-  /** The exact weights a key receives, from every row. */
-  async column(head: HeadAddress, column: number, signal?: AbortSignal): Promise<Float32Array> {
-    const answer = await this.transport.bytes(`${headPath(head)}/column/${column}`, signal);
+  /** The exact weights of rows, or those on columns: the mean of several, of one or many heads. */
+  async line(
+    { input, group, layer, head }: HeadAddress,
+    axis: 'row' | 'column',
+    tokens: readonly number[],
+    over: Over = 'head',
+    signal?: AbortSignal,
+  ): Promise<Float32Array> {
+    const heads = { head: `${layer}/${head}`, layer: `${layer}/all`, all: 'all/all' }[over];
+    const of = `${inputPath(input)}/map/${group}/${heads}`;
+    const answer = await this.transport.bytes(`${of}/${axis}/${stretches(tokens)}`, signal);
     return new Float32Array(answer.buffer);
   }
 
@@ -155,9 +158,9 @@ export class Source {
     return this.transport.json(query(path, { edges: names.join(',') }));
   }
 
-  /** The picture of an image input, as PNG. */
-  async image(input: string): Promise<Blob> {
-    const answer = await this.transport.bytes(`${inputPath(input)}/image`);
+  /** An image of an input, as PNG. */
+  async image(input: string, number: number): Promise<Blob> {
+    const answer = await this.transport.bytes(`${inputPath(input)}/image/${number}`);
     return new Blob([answer.buffer], { type: 'image/png' });
   }
 
@@ -251,6 +254,17 @@ function inputPath(input: string): string {
 
 function headPath({ input, group, layer, head }: HeadAddress): string {
   return `${inputPath(input)}/map/${group}/${layer}/${head}`;
+}
+
+/** Numbers as one word: 3-5.9 is 3, 4, 5 and 9. */
+export function stretches(numbers: readonly number[]): string {
+  const found: [number, number][] = [];
+  for (const number of numbers) {
+    const last = found.at(-1);
+    if (last && number === last[1] + 1) last[1] = number;
+    else found.push([number, number]);
+  }
+  return found.map(([first, last]) => (first === last ? first : `${first}-${last}`)).join('.');
 }
 
 function query(path: string, parameters: Parameters): string {

@@ -44,8 +44,17 @@ export interface Input {
   columns: number;
   notes: string[];
   groups: Group[];
-  /** Of image inputs: patches down and across, and how many tokens come before them. */
-  image: { grid: [number, number]; first: number } | null;
+}
+
+/** A picture that is read or made: a grid of cells, each a token. */
+export interface Picture {
+  name: string;
+  /** The number of its image; null if only the grid is known. */
+  image: number | null;
+  grid: [number, number];
+  /** Stretches of tokens: the first cell, its token, how many follow each other. */
+  runs: [number, number, number][];
+  axis: Axis | 'both';
 }
 
 export type GroupId = 'self' | 'encoder' | 'decoder' | 'cross';
@@ -62,6 +71,9 @@ export interface Group {
   rows: number;
   columns: number;
   layers: { layer: number; name: string; heads: number }[];
+  pictures: Picture[];
+  /** What looks at what: a text at pictures, pictures at the text that they are made by. */
+  looks: 'text' | 'image' | null;
 }
 
 /** A head whose map is in a file, and how many of its levels are. */
@@ -106,6 +118,8 @@ export interface Tokens {
 
 export type Axis = 'rows' | 'columns';
 export type How = 'mean' | 'max';
+/** The heads whose mean is shown: one, those of its layer, or all of its group. */
+export type Over = 'head' | 'layer' | 'all';
 
 /** The pooling of a map, and the number of first keys left out. */
 export interface Pooling {

@@ -27,7 +27,6 @@ const en = {
   seen: 'with them',
   unseen: 'without',
   class: (name: string) => `class ${name}`,
-  image: 'The image that was read',
   patches: (count: number) => `${count} patches are in the span`,
 };
 
@@ -57,7 +56,6 @@ const zh: typeof en = {
   seen: '看得到',
   unseen: '看不到',
   class: (name) => `类别 ${name}`,
-  image: '读入的图像',
   patches: (count) => `区段中有 ${count} 个图块`,
 };
 

@@ -88,6 +88,15 @@ def test_a_map_is_told_by_its_tiles_rows_columns_and_single_weights(session: Ses
     )
     torch.testing.assert_close(numbers(answer(session, f"{at}/row/100").body), weights[100])
     torch.testing.assert_close(numbers(answer(session, f"{at}/column/7").body), weights[:, 7])
+    several = numbers(answer(session, f"{at}/row/100.102-104").body)
+    torch.testing.assert_close(several, weights[[100, 102, 103, 104]].mean(0))
+    several = numbers(answer(session, f"{at}/column/7-8").body)
+    torch.testing.assert_close(several, weights[:, 7:9].mean(1))
+    heads = session.atlases["0"].input.main.heads
+    for which, some in (("4/all", [x for x in heads if x.layer == 4]), ("all/all", heads)):
+        mean = torch.stack([head.map[0, 0, 100] for head in some]).mean(0)
+        told = numbers(answer(session, f"/api/inputs/0/map/self/{which}/row/100").body)
+        torch.testing.assert_close(told, mean)
     one = asked(session, f"{at}/weight/100/99")
     assert one["weight"] == pytest.approx(float(weights[100, 99]), rel=1e-5)
     assert math.exp(one["logit"] - one["lse"]) == pytest.approx(one["weight"])
@@ -127,11 +136,11 @@ def test_lines_are_the_largest_weights_of_a_row(session: Session) -> None:
         ("/api/inputs/0/map/self/0/0/tile/1/5/5", 404, "tiles x < 2, y < 2"),
         ("/api/inputs/0/map/self/0/0/tile/0/0/0?how=sum", 400, "use mean or max"),
         ("/api/inputs/0/map/self/0/0/tile/0/0/0?drop=-1", 400, "drop='-1' is not a number"),
-        ("/api/inputs/0/map/self/0/0/row/100000", 404, "out of range for an axis"),
+        ("/api/inputs/0/map/self/0/0/row/100000", 404, "there are no tokens 100000"),
         ("/api/inputs/0/map/self/0/0/top?row_stop=600&k=3", 400, "not a number from 0 to"),
         ("/api/inputs/0/thumbnails?size=100000", 400, "not a number from 1 to 256"),
         ("/api/inputs/0/tokens?axis=diagonal", 400, "use rows or columns"),
-        ("/api/inputs/0/image", 404, "not an image"),
+        ("/api/inputs/0/image/0", 404, "has no image 0"),
         ("/api/inputs/../../etc/passwd", 404, "nothing at"),
         ("/api/watch", 404, "no run is being watched"),
     ],

@@ -128,8 +128,8 @@ def test_a_vision_model_sees_an_image_as_patches(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     reader = opening.opened(str(tmp_path), "cpu")
     read = reader.read(picture(50, 40), silent)
-    assert read.image is not None
-    assert (read.image.grid, read.image.first) == ((4, 4), 1)
+    (shown,) = read.main.pictures
+    assert (shown.grid, shown.runs) == ((4, 4), [(0, 1, 16)])
     assert read.main.rows[:3] == ("⟨class⟩", "0,0", "0,1")
     head = read.main.heads[0]
     weights = head.map[0, 0, 1:, 1:]  # without the class token
@@ -137,7 +137,7 @@ def test_a_vision_model_sees_an_image_as_patches(tmp_path: Path) -> None:
     mean = float((weights * torch.tensor(far)).sum() / weights.sum())
     assert head.figures["patch_distance_mean"] == pytest.approx(mean, rel=1e-5)
     assert "distance_mean" not in head.figures
-    assert Image.open(io.BytesIO(read.image.png)).size == (32, 32)
+    assert Image.open(io.BytesIO(read.images[0])).size == (32, 32)
     with pytest.raises(ValueError, match="a text was given"):
         reader.read("hello", silent)
 
@@ -213,10 +213,10 @@ def save_llava(folder: Path, patches: int = 4) -> str:
 
 def test_a_language_model_sees_an_image_among_its_tokens(tmp_path: Path) -> None:
     reader = opening.opened(save_llava(tmp_path), "cpu")
-    read = reader.read(Illustrated(picture(40, 30), "What is round?"), silent)
-    assert read.image is not None
-    assert read.image.grid == (4, 4)
-    rows, first = read.main.rows, read.image.first
+    read = reader.read(Illustrated((picture(40, 30),), "What is round?"), silent)
+    (shown,) = read.main.pictures
+    assert shown.grid == (4, 4)
+    rows, first = read.main.rows, shown.cells[0]
     assert [name.strip() for name in rows[first : first + 5]] == ["0,0", "0,1", "0,2", "0,3", "1,0"]
     assert "".join(rows[first + 16 :]).strip() == "What is round?"
     assert len(read.main.heads) == 8  # those of the language model
@@ -227,6 +227,10 @@ def test_a_language_model_sees_an_image_among_its_tokens(tmp_path: Path) -> None
     edge = Edge(read.main.heads[0].module, None, (first, first + 16))
     assert read.predictor.compare(len(rows) - 1, [edge])[1] > 0
     assert len(reader.read(picture(40, 30), silent).main.rows) != len(rows)  # another question
+    two = reader.read(Illustrated((picture(40, 30), picture(30, 40)), "Which is round?"), silent)
+    assert [str(x.name) for x in two.main.pictures] == ["image 1", "image 2"]
+    assert len(two.images) == 2
+    assert two.main.pictures[1].cells[0] > two.main.pictures[0].cells[-1]
     with pytest.raises(ValueError, match="a text was given; use --image"):
         reader.read("hello", silent)
 
@@ -248,8 +252,7 @@ def test_a_vit_that_was_trained_here_sees_an_image(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(asked))
     checkpoints.save(tmp_path / "model.safetensors", ViT(config).state_dict(), {})
     read, shown = seen_by(tmp_path)
-    assert read.image is not None
-    assert read.image.grid == (4, 4)
+    assert [shown.grid for shown in read.main.pictures] == [(4, 4)]
     assert len(read.main.rows) == 17
     assert "the run has saved no others" in read.notes[0]
     assert shown.mean((1, 2)).abs().max() < 1e-5  # by its own mean

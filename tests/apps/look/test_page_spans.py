@@ -44,8 +44,8 @@ def test_a_span_of_patches_is_drawn_on_the_image(
     save_vit(tmp_path)
     read = serve(str(tmp_path), picture_of_a_ball()).wait_until_read()
     page = visit("#/head?layer=1&head=0&side=spans&first=9&last=12", base=read.url, locale="zh-CN")
-    image = page.get_by_role("img", name="区段中有 4 个图块")
-    expect(image.locator("rect")).to_have_count(4)
+    image = page.get_by_role("application", name="区段中有 4 个图块")
+    expect(image).to_have_attribute("data-chosen", "4")
     box = image.bounding_box()
     assert box is not None
     side = box["width"] / 8
@@ -62,19 +62,18 @@ def test_a_span_of_patches_is_drawn_on_the_image(
 def test_the_image_in_a_prompt_is_drawn_weighed_and_hidden(
     serve: Callable[..., Served], visit: Visits, tmp_path: Path
 ) -> None:
-    asked = Illustrated(picture_of_a_ball(), "What is round?")
+    asked = Illustrated((picture_of_a_ball(),), "What is round?")
     read = serve(save_llava(tmp_path), asked).wait_until_read()
-    image = read.session.atlases["0"].input.image
-    assert image is not None
-    first = image.first
+    (image,) = read.session.atlases["0"].input.main.pictures
+    first = image.cells[0]
     page = visit(f"#/head?layer=3&head=0&side=spans&first={first}&last={first + 5}", base=read.url)
-    expect(page.locator(".spans rect")).to_have_count(6)
+    expect(page.locator(".spans .grid")).to_have_attribute("data-chosen", "6")
     page.get_by_role("button", name="Hide these keys from head 3.0").click()
     expect(page.locator("[data-moved]")).to_contain_text("The token after row")
     page.get_by_label("words of the text").fill("round")
     page.get_by_role("button", name="Find").click()
     expect(page.locator(".spans .text")).to_contain_text("round")
-    expect(page.locator(".spans rect")).to_have_count(0)
+    expect(page.locator(".spans .grid")).to_have_attribute("data-chosen", "0")
     page.get_by_text("Image", exact=True).click()
     expect(page.get_by_role("button", name="the last token of the text")).to_be_visible()
     expect(page.get_by_role("button", name="New image")).to_be_visible()

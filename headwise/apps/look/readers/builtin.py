@@ -23,7 +23,7 @@ from headwise.apps.look.readers.reader import (
     title,
     too_long,
 )
-from headwise.apps.look.scene import Description, Image, Input
+from headwise.apps.look.scene import Description, Input, Picture
 from headwise.messages import say
 from headwise.models.trained import Classifier, LanguageModel, Translator
 from headwise.watching import watch
@@ -160,14 +160,15 @@ class ImageReader:
             model(given)
         side = config.image // config.patch
         tokens = images.patch_names(1, side, side)
-        shown = Image(images.png(pixels), (side, side), 1)
+        cells = tuple(range(1, 1 + side * side))
+        shown = Picture((side, side), cells, png=images.png(pixels))
         own = say(
             "pixels are scaled by this image's own mean and deviation: the run has saved no others"
         )
         notes = () if self.loaded.mean else (own,)
         predictor = Predictor(model, lambda row: model(given)[0], str, "class")
         made = tuple(each.in_patches(shown) for each in groups(seen, {"self": (tokens, tokens)}))
-        return Input("image", "image", made, notes, shown, predictor)
+        return Input("image", "image", made, notes, predictor)
 
     def _scaled(self, pixels: Tensor) -> Tensor:
         """Normalise pixels (C, H, W) as in training; by their own mean if the run kept none."""

@@ -14,6 +14,9 @@ from headwise.messages import say
 MOST_PIXELS = 1 << 25
 """A larger image is refused before it is decoded."""
 
+MOST_SIDE = 1024
+"""A larger image is made smaller before the page shows it."""
+
 
 def opened(what: str | bytes | Illustrated) -> Any:
     """The Pillow image of a PNG or JPEG file's bytes; ValueError if they are not one."""
@@ -72,13 +75,14 @@ def centred(image: Tensor) -> Tensor:
 
 
 def png(image: Tensor) -> bytes:
-    """Pixels (C, H, W) of 0 to 1 as a PNG file."""
+    """Pixels (C, H, W) of 0 to 1 as a PNG file, at most MOST_SIDE of them long."""
     from PIL import Image
 
     content = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
     channels, height, width = content.shape
     mode = "L" if channels == 1 else "RGB"
     picture = Image.frombytes(mode, (width, height), content.permute(1, 2, 0).numpy().tobytes())
+    picture.thumbnail((MOST_SIDE, MOST_SIDE))
     out = io.BytesIO()
     picture.save(out, "PNG")
     return out.getvalue()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from headwise.apps.look.head_groups import groups, left_out
 from headwise.apps.look.predictions import Predictor
 from headwise.apps.look.readers import image_bytes as images
+from headwise.apps.look.readers.picture_places import Prompt, pictures
 from headwise.apps.look.readers.reader import (
     Given,
     Illustrated,
@@ -20,8 +20,8 @@ from headwise.apps.look.readers.reader import (
     silent,
     title,
 )
-from headwise.apps.look.readers.transformers_reader import from_config, naming, pieces, unscaled
-from headwise.apps.look.scene import Description, Image, Input
+from headwise.apps.look.readers.transformers_reader import from_config, naming, pieces
+from headwise.apps.look.scene import Description, Input
 from headwise.messages import say
 from headwise.watching import Watch, watch
 
@@ -65,9 +65,9 @@ class TransformersImageTextReader:
         return 0
 
     def read(self, what: Given, report: Report = silent) -> Input:
-        """Run the model on an image and a question about it."""
-        image, question = what if isinstance(what, Illustrated) else (what, QUESTION)
-        opened = images.opened(image)
+        """Run the model on images and a question about them."""
+        files, question = what if isinstance(what, Illustrated) else ((what,), QUESTION)
+        opened = [images.opened(file) for file in files]
         if self.processor.image_token in question:
             raise ValueError(
                 say(
@@ -75,32 +75,35 @@ class TransformersImageTextReader:
                     token=self.processor.image_token,
                 )
             )
-        prompt, begin = self._prompt(question), self.processor.tokenizer.bos_token
+        asked, begin = self._asked(question, len(opened)), self.processor.tokenizer.bos_token
         # A template that writes the token that begins a sequence leaves none to be added.
-        own = {"add_special_tokens": False} if begin and prompt.startswith(begin) else {}
-        given = self.processor(images=opened, text=prompt, return_tensors="pt", **own)
+        own = {"add_special_tokens": False} if begin and asked.startswith(begin) else {}
+        given = self.processor(images=opened, text=asked, return_tensors="pt", **own)
         given = given.to(self.whole.device)
         ids = given["input_ids"][0].tolist()
         check_length(len(ids), self.whole.device.type)
-        inside = self._inside()
-        with watch(self.whole, layers=f"{inside}.*") as seen, running(self.model, report):
+        inside, prompt = self._inside(), Prompt(ids, given, self.whole, self.processor, opened)
+        watching = watch(self.whole, layers=f"{inside}.*")
+        with watching as seen, running(self.model, report), prompt.packing():
             self.whole(**given)
-        first, count = self._place(ids)
-        grid = self._grid(given, count)
-        names = images.patch_names(0, *grid)
+        shown = pictures(prompt)
         tokens = pieces(self.processor.tokenizer, ids)
-        tokens = [*tokens[:first], *(f" {name}" for name in names), *tokens[first + count :]]
+        for picture in shown:
+            names = images.patch_names(0, *picture.grid)
+            for place, name in zip(picture.cells, names, strict=True):
+                tokens[place] = f" {name}"
 
         def logits(row: int) -> Tensor:
             return self.whole(**given).logits[0, row]  # type: ignore[no-any-return]
 
         predictor = Predictor(self.whole, logits, naming(self.processor.tokenizer))
-        shown = Image(self._shown(given, opened), grid, first)
         # All patches have the number of one token, and none of them is a repetition of another.
-        apart = [-1 - at if first <= at < first + count else id for at, id in enumerate(ids)]
+        places = set(prompt.places)
+        apart = [-1 - at if at in places else id for at, id in enumerate(ids)]
         made = groups(seen, {"self": (tokens, tokens)}, apart)
+        made = tuple(replace(group, pictures=shown, looks="text") for group in made)
         notes = (*tower(inside, seen), *left_out(seen))
-        return Input(title(question), "text", made, notes, shown, predictor)
+        return Input(title(question), "text", made, notes, predictor)
 
     def _inside(self) -> str:
         """The name of the language model among the modules of the whole one."""
@@ -108,53 +111,11 @@ class TransformersImageTextReader:
         name: str = next(name for name, module in self.whole.named_modules() if module is inside)
         return name
 
-    def _prompt(self, question: str) -> str:
-        """The question as the model was trained to be asked, with a place for the image."""
+    def _asked(self, question: str, count: int) -> str:
+        """The question as the model was trained to be asked, with places for so many images."""
         if getattr(self.processor, "chat_template", None) is None:
-            return f"{self.processor.image_token}\n{question}"
-        content = [{"type": "image"}, {"type": "text", "text": question}]
+            return f"{self.processor.image_token}\n" * count + question
+        content = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": question}]
         asked = [{"role": "user", "content": content}]
         prompt: str = self.processor.apply_chat_template(asked, add_generation_prompt=True)
         return prompt
-
-    def _place(self, ids: list[int]) -> tuple[int, int]:
-        """The first of the image's tokens and their number; ValueError if others are between."""
-        config = self.whole.config
-        token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", -1)
-        places = [place for place, id in enumerate(ids) if id == token]
-        if not places or places[-1] - places[0] + 1 != len(places):
-            raise ValueError(
-                say(
-                    "{name} puts the image into {count} tokens that do not stand in a row, and the "
-                    "page draws one image; hw.watch has its figures",
-                    name=self.name,
-                    count=len(places),
-                )
-            )
-        return places[0], len(places)
-
-    def _grid(self, given: Any, count: int) -> tuple[int, int]:
-        """The patches down and across that the image's tokens are."""
-        sizes = given.get("image_grid_thw")
-        if sizes is not None:  # before neighbouring patches are merged
-            _, high, wide = sizes[0].tolist()
-            merged = math.isqrt(high * wide // count)
-            return high // merged, wide // merged
-        side = math.isqrt(count)
-        if side * side != count:
-            raise ValueError(
-                say(
-                    "{name} reads the image as {count} tokens, which are not the patches of one "
-                    "square; hw.watch has its figures",
-                    name=self.name,
-                    count=count,
-                )
-            )
-        return side, side
-
-    def _shown(self, given: Any, image: Any) -> bytes:
-        """The image as the model saw it; where it is cut into patches already, as it was given."""
-        values = given["pixel_values"]
-        if values.ndim == 4:
-            return images.png(unscaled(self.processor.image_processor, values[0].cpu()))
-        return images.png(images.tensor(image))

@@ -55,14 +55,14 @@ SAMPLE_SENTENCE = "She has never seen such a big black dog in her life."
 
 
 class Illustrated(NamedTuple):
-    """An image file's bytes and a text about it, for models that read both."""
+    """The bytes of image files and a text about them, for models that read both."""
 
-    image: bytes
+    images: tuple[bytes, ...]
     text: str
 
 
 Given = str | bytes | Illustrated
-"""An input: a text, the bytes of an image, or both."""
+"""An input: a text, the bytes of an image, or images and a text."""
 
 
 class Reader(Protocol):

@@ -26,7 +26,7 @@ from headwise.apps.look.readers.reader import (
     title,
     too_long,
 )
-from headwise.apps.look.scene import Description, Image, Input
+from headwise.apps.look.scene import Description, Input, Picture
 from headwise.messages import say
 from headwise.models.trained import whole_characters
 from headwise.watching import watch
@@ -178,9 +178,10 @@ class TransformersImageReader:
                 )
             )
         tokens = images.patch_names(first, *grid)
-        shown = Image(images.png(unscaled(self.processor, values[0])), grid, first)
+        cells = tuple(range(first, first + grid[0] * grid[1]))
+        shown = Picture(grid, cells, png=images.png(unscaled(self.processor, values[0])))
         made = tuple(each.in_patches(shown) for each in groups(seen, {"self": (tokens, tokens)}))
-        return Input("image", "image", made, left_out(seen), shown, self._predictor(given))
+        return Input("image", "image", made, left_out(seen), self._predictor(given))
 
     def _predictor(self, values: torch.Tensor) -> Predictor | None:
         """The predictions of the image's class; None if the model has no output layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -72,12 +72,12 @@ def thumbnails(session: Session, query: Query, id: str) -> Answer:
     return _binary(PackedCells(b"".join(x.cells for x in small), first.rows, first.columns))
 
 
-def image(session: Session, query: Query, id: str) -> Answer:
-    """The image that was read."""
-    seen = _atlas(session, id).input.image
-    if seen is None:
-        raise Refusal(404, say("input {id} is not an image", id=id))
-    return Answer(seen.png, "image/png")
+def image(session: Session, query: Query, id: str, number: str) -> Answer:
+    """An image of the input."""
+    seen = _atlas(session, id).input.images
+    if int(number) >= len(seen):
+        raise Refusal(404, say("input {id} has no image {number}", id=id, number=number))
+    return Answer(seen[int(number)], "image/png")
 
 
 def pyramid(session: Session, query: Query, id: str, *where: str) -> Answer:
@@ -198,15 +198,46 @@ def _predictor(atlas: Atlas, group: Group) -> Predictor:
 
 
 def row(session: Session, query: Query, id: str, *where: str) -> Answer:
-    """The weights of a row, exactly."""
-    *_, head = _head(session, id, *where[:3])
-    return _floats(head.map[0, 0, int(where[3])])
+    """The weights of a row, exactly; of several rows or heads, their mean."""
+    return _mean_line(session, query, id, "rows", *where)
 
 
 def column(session: Session, query: Query, id: str, *where: str) -> Answer:
-    """The weights on a key, exactly."""
-    *_, head = _head(session, id, *where[:3])
-    return _floats(head.map[0, 0, :, int(where[3])])
+    """The weights on a key, exactly; on several keys or of several heads, their mean."""
+    return _mean_line(session, query, id, "columns", *where)
+
+
+def _mean_line(
+    session: Session, query: Query, id: str, axis: str, group: str, layer: str, head: str, of: str
+) -> Answer:
+    """The mean of some lines of the map of a head, of a layer's heads, or of all of a group's."""
+    found = _atlas(session, id).input.group(group)
+    if "all" not in (layer, head):
+        heads: Sequence[Head] = [found.head(f"{int(layer)}.{int(head)}")]
+    else:
+        heads = [x for x in found.heads if layer == "all" or x.layer == int(layer)]
+    length = len(found.rows if axis == "rows" else found.columns)
+    lines = [_stretch(stretch, length) for stretch in of.split(".")]
+    count = sum(line.stop - line.start for line in lines)
+    if count * max(len(found.rows), len(found.columns)) > MOST_PAIRS:
+        raise Refusal(400, *halves(say("these are too many tokens at once; choose fewer")))
+    total = torch.zeros(len(found.columns if axis == "rows" else found.rows), dtype=torch.float64)
+    for each in heads:
+        query.check()
+        for line in lines:
+            some = each.map[0, 0, line] if axis == "rows" else each.map[0, 0, :, line].T
+            total += some.double().sum(0).cpu()
+    return _floats(total / (max(1, len(heads)) * count))
+
+
+def _stretch(text: str, length: int) -> slice:
+    """From 3 to 5 of 3-5; a Refusal for what lies outside."""
+    first, _, last = text.partition("-")
+    found = slice(int(first), int(last or first) + 1)
+    if not found.start < found.stop <= length:
+        said = say("there are no tokens {text}; there are {count:,}", text=text, count=length)
+        raise Refusal(404, *halves(said))
+    return found
 
 
 def weight(session: Session, query: Query, id: str, *where: str) -> Answer:
@@ -237,18 +268,20 @@ def top(session: Session, query: Query, id: str, *where: str) -> Answer:
 
 BINARY = "application/octet-stream"
 HEAD = r"/api/inputs/(\d+)/map/(\w+)/(\d{1,4})/(\d{1,4})"
+HEADS = r"/api/inputs/(\d+)/map/(\w+)/(\d{1,4}|all)/(\d{1,4}|all)"
 PLACE = r"(\d{1,9})"
+PLACES = r"(\d{1,9}(?:-\d{1,9})?(?:\.\d{1,9}(?:-\d{1,9})?)*)"
 ROUTES: tuple[tuple[str, Callable[..., Answer]], ...] = (
     (r"/api/inputs/(\d+)/tokens", tokens),
     (r"/api/inputs/(\d+)/heads", heads),
     (r"/api/inputs/(\d+)/thumbnails", thumbnails),
-    (r"/api/inputs/(\d+)/image", image),
+    (r"/api/inputs/(\d+)/image/(\d{1,4})", image),
     (r"/api/inputs/(\d+)/span", span),
     (HEAD, pyramid),
     (rf"{HEAD}/tile/{PLACE}/{PLACE}/{PLACE}", tile),
     (rf"{HEAD}/strips", strips),
-    (rf"{HEAD}/row/{PLACE}", row),
-    (rf"{HEAD}/column/{PLACE}", column),
+    (rf"{HEADS}/row/{PLACES}", row),
+    (rf"{HEADS}/column/{PLACES}", column),
     (rf"{HEAD}/weight/{PLACE}/{PLACE}", weight),
     (rf"{HEAD}/top", top),
     (rf"{HEAD}/without", without),

@@ -91,8 +91,8 @@ class Recorded:
         self.must(f"{self.base}/heads")
         for group in read.groups:
             self._record_group(group)
-        if read.image is not None:
-            self.must(f"{self.base}/image")
+        for number in range(len(read.images)):
+            self.must(f"{self.base}/image/{number}")
         self._record_reasons([len(read.main.rows) - 1])
         if chosen:
             return self._record_maps([read.find(name) for name in chosen])

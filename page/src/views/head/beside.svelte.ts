@@ -34,23 +34,17 @@ export class Bands {
 
   #follow(): (() => void) | void {
     const { choices, head, look } = this.#one();
-    const { by, drop, beside } = choices;
-    const index = by === 'row' ? choices.row : choices.column;
+    const { by, drop, beside, chosen } = choices;
     this.problem = null;
-    if (index === null || !beside.length) {
+    if (by === 'all' || !chosen.length || !beside.length) {
       this.all = [];
       return;
     }
     const controller = new AbortController();
-    const ask = by === 'row' ? look.source.row : look.source.column;
     const heads = [[head.layer, head.head] as const, ...beside];
     const asked = heads.map(async ([layer, number], order) => {
-      const found = await ask.call(
-        look.source,
-        { ...head, layer, head: number },
-        index,
-        controller.signal,
-      );
+      const other = { ...head, layer, head: number };
+      const found = await look.source.line(other, by, chosen, 'head', controller.signal);
       const weights = by === 'row' ? found.fill(0, 0, drop) : found;
       return { name: `${layer}.${number}`, colour: `var(--series-${order})`, weights };
     });

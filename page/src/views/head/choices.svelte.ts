@@ -2,14 +2,20 @@
 
 import type { Scale } from '../../lib/colour';
 import type { Look } from '../../lib/look.svelte';
-import { headsOf } from '../../lib/lookup';
+import { cellsOf, headsOf } from '../../lib/lookup';
 import type { Changes } from '../../lib/router.svelte';
-import type { HeadAddress, How } from '../../lib/types';
+import type { HeadAddress, How, Over } from '../../lib/types';
 import { MOST_HEADS } from './beside.svelte';
 import type { Place } from './view';
 
-export type By = 'row' | 'column';
+/** A chosen token's row of the map, its column, or what each key receives from all rows. */
+export type By = 'row' | 'column' | 'all';
 export type Side = 'text' | 'lines' | 'image' | 'spans';
+
+export interface Region {
+  readonly picture: number;
+  readonly tokens: readonly number[];
+}
 
 /** Up to this many keys, colours are linear by default. */
 const FEW = 64;
@@ -106,14 +112,52 @@ export class Choices {
     return DROPS[(DROPS.findIndex((drop) => drop === this.drop) + 1) % DROPS.length]!;
   }
 
-  /** Colours the text by the chosen token's row of the map, or by its column. */
+  /** What the text and the pictures are coloured by. */
   get by(): By {
-    return this.#text('by') === 'column' ? 'column' : 'row';
+    const by = this.#text('by');
+    return by === 'column' || by === 'all' ? by : 'row';
+  }
+
+  /** The heads whose mean colours the pictures; a file has one. */
+  get over(): Over {
+    const over = this.#text('over');
+    const many = this.side === 'image' && this.#look.transport.kind !== 'file';
+    return many && (over === 'layer' || over === 'all') ? over : 'head';
+  }
+
+  /** The tokens whose rows or columns are shown: one, or those of a part of a picture. */
+  get chosen(): readonly number[] {
+    const one = this.by === 'row' ? this.row : this.column;
+    if (one !== null) return [one];
+    const { group } = this.#look;
+    if (this.side !== 'image' || !group) return [];
+    if (this.region) return this.region.tokens;
+    return this.by === 'row' && group.looks === 'text' ? [group.rows - 1] : [];
+  }
+
+  /** The chosen part of a picture: its number, and from which cell to which. */
+  get region(): Region | null {
+    const [picture, ...box] = this.#text('region').split('.').map(Number);
+    const [top, left, bottom, right] = box as [number, number, number, number];
+    const found = this.#look.group?.pictures[picture!];
+    if (!found || box.length !== 4 || !(top <= bottom) || !(left <= right)) return null;
+    const cells = cellsOf(found);
+    const [down, across] = found.grid;
+    const tokens: number[] = [];
+    for (let y = Math.max(0, top); y <= Math.min(down - 1, bottom); y++) {
+      for (let x = Math.max(0, left); x <= Math.min(across - 1, right); x++) {
+        const token = cells[y * across + x]!;
+        if (token >= 0) tokens.push(token);
+      }
+    }
+    const along = this.by === 'column' ? 'columns' : 'rows';
+    const there = found.axis === 'both' || found.axis === along;
+    return there && tokens.length ? { picture: picture!, tokens } : null;
   }
 
   get side(): Side {
     const side = this.#text('side');
-    const image = Boolean(this.#look.input?.image);
+    const image = Boolean(this.#look.group?.pictures.length);
     if (side === 'text' || side === 'lines') return side;
     if (side === 'spans' && this.#look.transport.kind !== 'file') return side;
     return image ? 'image' : 'text';
@@ -160,6 +204,11 @@ export class Choices {
   /** Write a choice into the address; null takes it out. */
   set(changes: Changes): void {
     this.#look.router.set(changes);
+  }
+
+  /** Choose nothing. */
+  clear(): void {
+    this.set({ row: null, column: null, region: null, from: null, to: null });
   }
 
   /** Rounded to less than a tenth of a pixel: the view follows the address without a visible step. */
