@@ -34,7 +34,8 @@ from headwise.core.problem import Terms, pose
 from headwise.core.row_sums import RowTotals
 from headwise.engines.gradients import BackwardInputs
 from headwise.engines.triton.host import hopper_backward_call as ours
-from headwise.engines.triton.host.attention_call import differentiate
+from headwise.engines.triton.host.backward_call import differentiate_dot
+from headwise.engines.triton.host.backward_choice import takes
 
 DEVICE = "cuda"
 Given = tuple[Any, ...]
@@ -142,7 +143,7 @@ def check(name: str, dtype: torch.dtype, extra: bool, ordered: bool) -> dict[str
     k[:, :, :hidden], v[:, :, :hidden] = torch.nan, torch.nan
     options |= {"sinks": options["sinks"].detach()} if "sinks" in options else {}
     terms = pose("attention", q, k, v, Options(**options)).terms(banded=True)
-    if not ours.takes(q, k, v, terms, rows):
+    if not takes(q, k, v, terms, dtype):
         return {"taken": False}
     with in_turns(ordered):
         found, again = (ours.differentiate_hopper(q, k, v, terms, rows) for _ in range(2))
@@ -316,7 +317,7 @@ def timed(name: str, all_tiles: bool = False) -> dict[str, Any]:
         fused = Fused(SDPBackend.CUDNN_ATTENTION, *leaves, mask(n) is CAUSAL)
         runs["cudnn"] = backward_of(fused, leaves)
     else:
-        runs["triton"] = lambda: differentiate(*given)
+        runs["triton"] = lambda: differentiate_dot(*given)
     times = interleaved(runs, rounds=5, slice_ms=8)
     flops = 10 * batch * heads * width * pairs
     return {label: [round(ms, 4), round(flops / ms / 1e9)] for label, ms in times.items()}

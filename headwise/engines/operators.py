@@ -146,11 +146,19 @@ class Operators:
     """An engine's forward and its gradients, called directly where nothing must see an operator.
 
     They are registered as headwise::<engine> and headwise::<engine>_backward. On devices of the
-    type `library_on`, one of PyTorch's kernels computes the gradients if it can.
+    type `library_on`, one of PyTorch's kernels computes the gradients if it can, unless the
+    engine's own are `ahead` of it.
     """
 
-    def __init__(self, engine: str, run: Forward, differentiate: Backward, library_on: str) -> None:
-        self.engine, self.library_on = engine, library_on
+    def __init__(
+        self,
+        engine: str,
+        run: Forward,
+        differentiate: Backward,
+        library_on: str,
+        ahead: Callable[[Tensor, Tensor, Tensor, Terms], bool] = lambda *_: False,
+    ) -> None:
+        self.engine, self.library_on, self.ahead = engine, library_on, ahead
         _ENGINES[engine] = run, differentiate
         self.run: Forward = guarded(
             engine, run, lambda *given: _ENGINES[SAFE][0](*given), (False, True)
@@ -209,7 +217,8 @@ class Operators:
         out, lse, max_logit, log_total, entropy, grad_out, *others = given[_TERMS:]
         with without_autocast(q.device):
             alone = others[0] is None and others[1] is None  # only out has a gradient
-            if library is not None and alone and out.dtype == q.dtype:
+            asked = alone and out.dtype == q.dtype and not self.ahead(q, k, v, terms)
+            if library is not None and asked:
                 three = library.gradients(q, k, v, terms, out, lse, grad_out)
                 if three is not None:
                     return list(three)

@@ -19,7 +19,8 @@ from headwise.core.options import Options
 from headwise.core.problem import pose
 from headwise.core.row_sums import RowTotals
 from headwise.engines.gradients import BackwardInputs
-from headwise.engines.triton.host.hopper_backward_call import differentiate_hopper, takes
+from headwise.engines.triton.host.backward_choice import takes
+from headwise.engines.triton.host.hopper_backward_call import differentiate_hopper
 from tests.engines.compiled import usage
 from tests.engines.compiled_triton import COMPILED, stand_in
 
@@ -51,7 +52,7 @@ def compiled(width: int, mask: str, entropy: bool, capped: bool, ordered: bool) 
     row = torch.randn(2, 2, LENGTH)
     totals = RowTotals(row, row, row)
     call: Any = (q, k, v, terms, BackwardInputs(q, totals, row, q, row, row if entropy else None))
-    assert takes(*call), "the kernel does not take this variant"
+    assert takes(q, k, v, terms, q.dtype), "the kernel does not take this variant"
     differentiate_hopper(*call)
     return usage(COMPILED["backward"])
 

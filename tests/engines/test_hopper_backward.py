@@ -20,11 +20,11 @@ from headwise.engines.gradients import BackwardInputs, Gradients
 
 pytest.importorskip("triton", reason="the engine's kernel is written in Gluon, a part of Triton")
 
-from headwise.engines.triton.host.hopper_backward_call import (
-    SWITCH,
-    differentiate_hopper,
-    takes,
-)
+from headwise.engines import failures
+from headwise.engines.triton.host import attention_call, backward_choice, hopper_backward_call
+from headwise.engines.triton.host.backward_choice import SWITCH, takes
+from headwise.engines.triton.host.cards import Card
+from headwise.engines.triton.host.hopper_backward_call import differentiate_hopper
 from tests.engines import interval_masks as masks
 
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -105,7 +105,7 @@ def differentiated(
     expected = torch.autograd.grad(total, learns)
     given = [tensors[0], *map(hidden, tensors[1:])]
     call = prepared(given, options, truth, seen, pull, entropy)
-    assert takes(*call)
+    assert takes(*call[:4], call[0].dtype)
     if HERE:
         return differentiate_hopper(*call), list(expected)
     from tests.engines.gluon_on_cpu import emulated  # greenlet need not be where a GPU is
@@ -215,6 +215,7 @@ def test_weights_of_large_logits_are_exact() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_call_learns_through_it(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setattr(backward_choice, "LEAST", 1)
     tensors, options = given(case)
     q, k, v = (x.detach().requires_grad_() for x in tensors)
     more = {"mask": options.mask, "softcap": options.softcap, "sinks": options.sinks}
@@ -237,3 +238,36 @@ def test_bits_repeat_on_a_gpu(case: str) -> None:
     for _ in range(50):
         again = differentiated(tensors, options, 0, True)[0]
         assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in "qkv")
+
+
+def test_a_kernel_that_fails_leaves_its_calls_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> Gradients:
+        raise failures.KernelError("no such instruction")
+
+    monkeypatch.setattr(attention_call, "serves", lambda *given: True)
+    monkeypatch.setattr(hopper_backward_call, "differentiate_hopper", fail)
+    q, k, v = (torch.randn(1, 1, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    out, seen = hw.observe(q, k, v, stats=("entropy",), engine="triton")
+    loss = out.sum() + seen.entropy.sum()
+    with pytest.warns(RuntimeWarning, match="no such instruction"):
+        found = torch.autograd.grad(loss, (q, k, v))
+    out, seen = hw.observe(q, k, v, stats=("entropy",), engine="reference")
+    expected = torch.autograd.grad(out.sum() + seen.entropy.sum(), (q, k, v))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    failures.forget()
+
+
+def test_it_serves_nothing_until_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = (normal(1, 1, 600, 64) for _ in range(3))
+    terms = pose("attention", *tensors, Options(mask=CAUSAL)).terms(banded=True)
+    q, k, v = (normal(1, 1, 600, 64) for _ in range(3))
+    monkeypatch.setattr(backward_choice, "INTERPRETING", False)
+    monkeypatch.setattr(backward_choice, "card", lambda device: Card("an H200", 9, 0, 0))
+    assert not backward_choice.serves(q, k, v, terms, q.dtype)
+    monkeypatch.setenv(SWITCH, "1")
+    assert backward_choice.serves(q, k, v, terms, q.dtype)
+    assert not backward_choice.serves(q[:, :, :9], k, v, terms, q.dtype)
+    assert not backward_choice.serves(q, k, v, terms, torch.float32)
+    assert not backward_choice.ahead(q, k, v, terms)
+    monkeypatch.setattr(backward_choice, "AHEAD", frozenset({(64, True)}))
+    assert backward_choice.ahead(q, k, v, terms)

@@ -97,7 +97,11 @@ class Triton(Engine):
 
     def backward(self, problem: Problem) -> str:
         q, k, v = problem.q, problem.k, problem.v
-        return library_backward.described("triton", LIBRARY_ON, q, k, v, problem.terms(banded=True))
+        terms, host = problem.terms(banded=True), self._host()
+        own = "hopper" if host.serves(q, k, v, terms, q.dtype) else "triton"
+        if host.ahead(q, k, v, terms):
+            return f"{own}'s own, which is faster than PyTorch's"
+        return library_backward.described(own, LIBRARY_ON, q, k, v, terms)
 
     def first(
         self, problem: Problem, names: tuple[str, ...], sink_keys: int, tensors: tuple[Tensor, ...]

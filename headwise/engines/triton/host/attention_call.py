@@ -12,7 +12,9 @@ from headwise.core import statistics
 from headwise.core.problem import Problem, Terms
 from headwise.core.row_sums import LOG_TOTAL, WIDE, RowResults
 from headwise.core.statistics import wanted
+from headwise.engines import failures
 from headwise.engines.contract import Prepared, Results
+from headwise.engines.failures import KernelError
 from headwise.engines.gradients import BackwardInputs, Gradients
 from headwise.engines.learning import (
     TENSORS,
@@ -24,6 +26,7 @@ from headwise.engines.learning import (
 from headwise.engines.operators import Operators
 from headwise.engines.triton.host.additive_call import differentiate_additive, run_additive
 from headwise.engines.triton.host.backward_call import differentiate_dot
+from headwise.engines.triton.host.backward_choice import ahead, family, serves
 from headwise.engines.triton.host.cards import card
 from headwise.engines.triton.host.decoding_call import attend_step, decodes, few, run_decode
 from headwise.engines.triton.host.forward_call import run_forward
@@ -34,8 +37,8 @@ from headwise.engines.triton.host.statistics_call import complete_dot
 from headwise.engines.triton.limits import LIBRARY_ON
 
 __all__ = [
-    "FORWARD", "cap_of", "card", "complete", "differentiate", "few", "first_with_gradients",
-    "leaves_keys", "pad", "recorded", "results", "run",
+    "FORWARD", "ahead", "cap_of", "card", "complete", "differentiate", "few",
+    "first_with_gradients", "leaves_keys", "pad", "recorded", "results", "run", "serves",
 ]  # fmt: skip
 
 Run = Callable[[Launches, Tensor, Tensor, Tensor, Terms, int], RowResults]
@@ -68,6 +71,13 @@ def differentiate(
         none = torch.zeros_like(q)
         found = differentiate(q, k, k, terms, given._replace(out=none, grad_out=none))
         return found._replace(v=torch.empty_like(v))
+    if serves(q, k, v, terms, given.out.dtype):
+        from headwise.engines.triton.host import hopper_backward_call  # needs Gluon
+
+        try:
+            return hopper_backward_call.differentiate_hopper(q, k, v, terms, given)
+        except KernelError as failure:
+            failures.record(family(q, v, terms), failure)
     q, k, v, out, grad_out = widened(q, k, v, given.out, given.grad_out.to(q.dtype))
     kernels = differentiate_dot if terms.additive is None else differentiate_additive
     return kernels(q, k, v, terms, given._replace(out=out, grad_out=grad_out))
@@ -78,7 +88,7 @@ def once(run: Run) -> Callable[[Tensor, Tensor, Tensor, Terms, int], RowResults]
     return lambda *arguments: run(Launches(), *arguments)
 
 
-FORWARD = Operators("triton", once(run), differentiate, LIBRARY_ON)
+FORWARD = Operators("triton", once(run), differentiate, LIBRARY_ON, ahead)
 
 
 def complete(

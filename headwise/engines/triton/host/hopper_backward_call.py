@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.operands import (
     WORD,
     Operands,
-    cap_of,
     leaves_keys,
     loadable,
     on,
@@ -43,11 +41,10 @@ from headwise.engines.triton.kernels.hopper_rows import (
 )
 from headwise.engines.triton.kernels.hopper_softmax import GROUP, numbers_of_cap
 
-NARROWEST, WIDEST = 64, 128  # padded widths of heads
+NARROWEST = 64  # padded width of heads
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 TOGETHER = 24 << 20  # bytes of the heads that programs work on at once, so that they stay in L2
-SWITCH = "HEADWISE_HOPPER_BACKWARD"  # 1: use it where it can serve; not proven on hardware yet
 
 
 Start = Callable[..., None]
@@ -62,32 +59,6 @@ class BackwardShape:
 
 
 SHAPES = {64: BackwardShape(2, 2), 128: BackwardShape(2, 2)}  # by the padded width of heads
-
-
-def serves(q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs) -> bool:
-    """Return whether the kernel takes a call, and is asked for."""
-    return os.environ.get(SWITCH) == "1" and takes(q, k, v, terms, given)
-
-
-def takes(q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs) -> bool:
-    """Return whether the kernel takes a call."""
-    added = (terms.additive, terms.dense, terms.bias, terms.slopes, terms.relative, terms.seed)
-    if any(x is not None for x in added) or not _capped_alike(terms):
-        return False
-    if q.dtype not in (torch.bfloat16, torch.float16) or given.out.dtype != q.dtype:
-        return False
-    if pad(q) != pad(v) or pad(q) > WIDEST or q.shape[-1] % 8 or v.shape[-1] % 8:
-        return False
-    some = q.numel() > 0 and k.numel() > 0 and v.numel() > 0
-    rows = q.shape[0] * q.shape[1] * (q.shape[2] + WIDEST)
-    return some and 5 * rows < WORD
-
-
-def _capped_alike(terms: Terms) -> bool:
-    """Return whether there is no cap, or one that the forward kernel computes in the same way."""
-    if not terms.softcap:
-        return True
-    return cap_of(terms.scale, terms.softcap) == 1 and 1e-6 < terms.softcap < 1e6
 
 
 def differentiate_hopper(

@@ -11,11 +11,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headwise.core.problem import Terms
 from headwise.core.row_sums import MOMENTS, RowResults
-from headwise.engines.gradients import BackwardInputs, Gradients
 from headwise.engines.operators import Operators
 from headwise.engines.triton.host.attention_call import differentiate, once
+from headwise.engines.triton.host.backward_choice import ahead
 from headwise.engines.triton.host.forward_call import NO_MOMENTS
-from headwise.engines.triton.host.hopper_backward_call import differentiate_hopper, serves
 from headwise.engines.triton.host.hopper_tiles import tiles
 from headwise.engines.triton.host.launches import Launches, kind_of
 from headwise.engines.triton.host.moments_call import cut_of, run_moments
@@ -156,15 +155,7 @@ def run_hopper_forward(
     return found
 
 
-def differentiate_by_hopper(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, given: BackwardInputs
-) -> Gradients:
-    """Return the gradients of every input, from the Hopper kernel where it serves."""
-    kernels = differentiate_hopper if serves(q, k, v, terms, given) else differentiate
-    return kernels(q, k, v, terms, given)
-
-
-FORWARD = Operators("hopper", once(run_hopper_forward), differentiate_by_hopper, LIBRARY_ON)
+FORWARD = Operators("hopper", once(run_hopper_forward), differentiate, LIBRARY_ON, ahead)
 
 
 def _uneven(q: Tensor, terms: Terms, blocks: int) -> bool:
