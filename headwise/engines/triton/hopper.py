@@ -79,7 +79,8 @@ class Hopper(Triton):
             return TRITON.rank
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         long = min(q.shape[2], k.shape[2]) >= LONG
-        return 0 if long and not learning and 64 < q.shape[-1] and widest <= AHEAD else self.rank
+        ahead = long and not learning and q.shape[-1] > 64 and widest <= AHEAD
+        return 0 if ahead else self.rank
 
     @property
     def _forward(self) -> Any:
