@@ -2,13 +2,17 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from playwright.sync_api import Page, expect
 
 import headwise as hw
+from headwise.apps.lab import record
 from headwise.apps.lab import why_page as why
+from headwise.apps.lab.runner import find
 from tests.apps.look.conftest import Visits
 
 
@@ -197,3 +201,76 @@ def test_three_tokens_are_attended_by_hand_as_by_the_library(visit: Visits) -> N
     expect(worked).to_contain_text("later keys are hidden")
     page.get_by_role("button", name="Back to the start").click()
     expect(worked).to_contain_text("= (1.43, 0.86)")
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without any result of the lab."""
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(record, "RECORDED", tmp_path / "recorded")
+
+
+def recorded(id: str) -> dict[str, Any]:
+    """The figures of the recorded result that the page shows."""
+    (claim,) = find([id])
+    result = record.best(claim, [record.RECORDED])
+    assert result is not None
+    return dict(result.figures)
+
+
+def test_a_reader_moves_alpha_width_and_rate_over_the_recorded_atlas(visit: Visits) -> None:
+    rows = recorded("scale-atlas")["rows"]
+    page = visit("#/why/scale?at-task=recall&at-gain=4")
+    atlas = page.get_by_role("region", name="After training: an atlas of the scale")
+    atlas.get_by_role("slider", name="Exponent α =").press("End")
+    atlas.get_by_role("slider", name="Learning rate").press("Home")
+    atlas.get_by_role("slider", name="Width dₖ =").press("Home")
+    expect(page).to_have_url(re.compile("at-alpha=1&at-rate=0.001&at-width=16"))
+    least = min(row["rate"] for row in rows)
+    here = {
+        row["way"]: row["loss"]
+        for row in rows
+        if (row["task"], row["gain"]) == ("recall", 4.0)
+        and (row["width"], row["rate"]) == (min(x["width"] for x in rows), least)
+        and row["length"] == max(x["length"] for x in rows)
+    }
+    expect(figure(page, "atlas-loss")).to_have_text(written(here["1.0"]))
+    ways = [way for way in here if way not in ("norm", "swapped")]
+    best = min(ways, key=here.__getitem__)
+    expect(figure(page, "atlas-best")).to_have_text(f"{float(best):g}")
+    expect(atlas.get_by_role("img", name="Final loss by α, each start")).to_be_visible()
+    expect(page.get_by_role("table", name="Figures").first).to_be_visible()  # of random queries
+
+
+def test_the_phase_diagram_shows_the_recorded_lead(visit: Visits) -> None:
+    rows = recorded("rivals-phase")["rows"]
+    page = visit("#/why")
+    page.keyboard.press("5")
+    most, far, size = (max(row[name] for row in rows) for name in ("pairs", "distance", "budget"))
+
+    def right(kind: str) -> float:
+        mine = [
+            row["right"]
+            for row in rows
+            if (row["kind"], row["pairs"], row["distance"], row["budget"])
+            == (kind, most, far, size)
+        ]
+        return sum(mine) / len(mine)
+
+    cell = page.locator(f"[data-place='{most}-{far}']")
+    rivals = [right(kind) for kind in ("LSTM", "linear", "convolution")]
+    expect(cell).to_have_text(f"+{100 * (right('attention') - max(rivals)):.0f}")
+    expect(cell).to_have_class(re.compile("ahead"))
+    page.get_by_role("combobox", name="Against").select_option("dilated convolution")
+    expect(cell).to_have_text(f"+{100 * (right('attention') - right('convolution')):.0f}")
+    expect(page).to_have_url(re.compile("against=convolution"))
+
+
+@pytest.mark.usefixtures("empty")
+def test_grids_that_are_not_recorded_say_so(visit: Visits) -> None:
+    page = visit("#/why/scale")
+    note = page.get_by_role("note")
+    expect(note).to_contain_text("Nothing is recorded here yet")
+    expect(note).to_contain_text("headwise lab run scale-atlas")
+    page = visit("#/why/phase", locale="zh-CN")
+    expect(page.get_by_role("status")).to_contain_text("headwise lab run rivals-phase")
