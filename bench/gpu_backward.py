@@ -190,6 +190,7 @@ def all_checks(folder: Path) -> None:
         subprocess.Popen([*command, f"{n},{part}", "--json", str(file)])
         for (n, part), file in zip(parts, files, strict=True)
     ]
+    other = subprocess.Popen([*command, "peers", "--json", os.devnull])
     for process, file, (n, part) in zip(running, files, parts, strict=True):
         try:
             status = process.wait(max(STOP[0] - 15 - time.monotonic(), 1))
@@ -201,6 +202,10 @@ def all_checks(folder: Path) -> None:
             file.unlink()
         if status:
             FOUND.setdefault("checks", {})[f"process of {KINDS[n]}, {part}"] = {"failed": status}
+    try:
+        other.wait(max(STOP[0] - 15 - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        other.kill()
 
 
 def attempt(section: str, label: str, run: Callable[[], Any]) -> Any:
@@ -250,6 +255,17 @@ SHAPES: dict[str, Shape] = {  # batch, heads, group, n, width, and the mask
 }
 
 
+PEERS = ("128, 8k documents of 1500", "128, 16k sinks and window 1024")  # Triton's are timed too
+
+
+def peers() -> None:
+    """Compile Triton's kernels for PEERS, beside the checks."""
+    for name in PEERS:
+        batch, heads, group, _, *rest = SHAPES[name]
+        given = inputs((batch, heads, group, 2048, *rest))[0]  # type: ignore[arg-type]
+        attempt("peers", name, lambda given=given: differentiate_dot(*given) and None)
+
+
 def seen_keys(terms: Terms, n: int) -> Tensor:
     """How many keys each row sees, (n,); all entries and heads see the same ones."""
     row = torch.arange(n, device=DEVICE)
@@ -297,8 +313,11 @@ def own(
     return run
 
 
-def timed(name: str, all_tiles: bool = False) -> dict[str, Any]:
-    """Milliseconds and TFLOP/s (10 · pairs · width) of every backward of one kind of call."""
+def timed(name: str, first: bool = False) -> dict[str, Any]:
+    """Milliseconds and TFLOP/s (10 · pairs · width) of every backward of one kind of call.
+
+    `first`: only what is compiled already, or not by us.
+    """
     batch, heads, _, n, width, mask = SHAPES[name]
     given, more, pairs = inputs(SHAPES[name])
     with_sinks = inputs(SHAPES[name], sinks=True)[0]
@@ -306,9 +325,8 @@ def timed(name: str, all_tiles: bool = False) -> dict[str, Any]:
         "ours": own(given), "turns": own(given, True), "entropy": own(more),
         "learned sinks": own(with_sinks),
     }  # fmt: skip
-    if all_tiles:
+    if name == "128, 8k causal":
         runs |= {
-            "1 half": own(given, shape=ours.BackwardShape(2, 1)),
             "3 stages": own(given, shape=ours.BackwardShape(3, 1)),
             "8 MB": own(given, size=8 << 20), "64 MB": own(given, size=64 << 20),
         }  # fmt: skip
@@ -316,8 +334,10 @@ def timed(name: str, all_tiles: bool = False) -> dict[str, Any]:
         leaves = [x.detach().requires_grad_() for x in given[:3]]
         fused = Fused(SDPBackend.CUDNN_ATTENTION, *leaves, mask(n) is CAUSAL)
         runs["cudnn"] = backward_of(fused, leaves)
-    else:
+    elif name in PEERS:
         runs["triton"] = lambda: differentiate_dot(*given)
+    if first:
+        runs = {label: runs[label] for label in ("ours", "cudnn")}
     times = interleaved(runs, rounds=5, slice_ms=8)
     flops = 10 * batch * heads * width * pairs
     return {label: [round(ms, 4), round(flops / ms / 1e9)] for label, ms in times.items()}
@@ -348,6 +368,9 @@ def main() -> None:
     begun = time.monotonic()
     STOP[0] = begun + asked.seconds
     SAVE.append(asked.json)
+    if asked.kind == "peers":
+        peers()
+        return
     if asked.kind is not None:
         kind, part = map(int, asked.kind.split(","))
         checks(KINDS[kind], part)
@@ -357,16 +380,15 @@ def main() -> None:
     )
     if first is None or "failed" in first:
         sys.exit("the first call failed, so nothing else was tried")
-    for name in SHAPES if asked.only != "checks" else ():
-        attempt("times", name, lambda name=name: timed(name, name == "128, 8k causal"))
-        if name == "128, 8k causal":
-            attempt("kernels", name, lambda: kernels("128, 8k causal"))
-            if asked.only != "times":
-                print(f"checks begin after {time.monotonic() - begun:.0f} s", flush=True)
-                all_checks(asked.json.parent)
-                print(f"checks end after {time.monotonic() - begun:.0f} s", flush=True)
-    if asked.only == "checks":
+    headline = "128, 8k causal"
+    attempt("times", f"{headline}, first", lambda: timed(headline, True))
+    attempt("kernels", headline, lambda: kernels(headline))
+    if asked.only != "times":
+        print(f"checks begin after {time.monotonic() - begun:.0f} s", flush=True)
         all_checks(asked.json.parent)
+        print(f"checks end after {time.monotonic() - begun:.0f} s", flush=True)
+    for name in SHAPES if asked.only != "checks" else ():
+        attempt("times", name, lambda name=name: timed(name))
     asked.json.write_text(json.dumps(FOUND, indent=1))
     every = FOUND.get("checks", {})
     bad = [name for name, x in every.items() if not x.get("ok", False)]
