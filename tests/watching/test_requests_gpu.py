@@ -64,7 +64,8 @@ def test_cuda_graphs_stay_on(
     assert tokens == before
     assert len(replays) == bare > 0
     assert not seen.unread
-    check(model, seen, tokens, off=OFF)
+    # The next step of an asynchronous batch is under way when a request turns out to have ended.
+    check(model, seen, tokens, off=OFF, beyond=int(asynchronous))
     if not asynchronous:
         counted = int(seen.layer(0).counted()[0])
         assert counted == sum(map(len, seen.requests.values()))
