@@ -72,6 +72,9 @@ def test_windows_and_documents_move_what_they_need() -> None:
     assert causal.move == "ring"
     assert max(causal.sent) == 7 * (1 << 14) * each
     assert max(causal.kept) == 2 * (1 << 14) * each
+    for move in ("ring", "ranges", "gather", "ulysses"):
+        alone = hw.distributed.explain(64, 1, move=move)
+        assert alone.sent == alone.returned == alone.kept == (0,), move
 
 
 def test_heads_are_exchanged_where_that_moves_less_than_a_ring() -> None:

@@ -30,7 +30,7 @@ from headwise.core.place import Place
 from headwise.mask import Mask
 from headwise.watching.adapters.implementation import mask as mask_function
 from headwise.watching.adapters.mask_tensor import MaskTensor
-from headwise.watching.adapters.scaled_dot_product import MaskMemo
+from headwise.watching.adapters.scaled_dot_product import MaskMemo, band
 
 B, N = 2, 12
 PACKED = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10])
@@ -155,6 +155,15 @@ def test_where_queries_stand_in_a_static_cache_is_read_from_the_mask() -> None:
     seen = torch.arange(20) <= torch.arange(3)[:, None] + 6
     assert read_mask(seen).alignment(Place(1, 1, 3, 20, offset=17)) == 6
     assert read_mask(seen, stands=False).alignment(Place(1, 1, 3, 20, offset=17)) is None
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_window_of_others_counts_to_both_sides_unless_it_hides_later_keys(hides: bool) -> None:
+    away = torch.arange(9) - torch.arange(5)[:, None] - 2
+    seen = (away.abs() < 3) & ((away <= 0) | (not hides))
+    found = band(hides, 2, 3)
+    assert found is not None
+    assert torch.equal(found.to_dense(Place(1, 1, 5, 9, offset=4))[0, 0], seen)
 
 
 def test_rows_that_do_not_step_from_key_to_key_stand_nowhere() -> None:

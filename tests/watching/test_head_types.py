@@ -34,8 +34,8 @@ def test_a_head_has_collapsed_unless_its_place_explains_half_of_its_weight() -> 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_no_type(side: str) -> None:
     model, count, more = model_of("llama"), 60, 40
-    tokens = torch.randint(3, 20, (1, count), generator=torch.Generator().manual_seed(0))
-    padding = torch.full((1, more), 1)
+    tokens = torch.randint(3, 20, (2, count), generator=torch.Generator().manual_seed(0))
+    padding = torch.full((2, more), 1)
     both = [padding, tokens] if side == "left" else [tokens, padding]
     shown = torch.cat([torch.full_like(x, int(x is tokens)) for x in both], 1)
     places = (shown.cumsum(1) - 1).clamp_min(0)
