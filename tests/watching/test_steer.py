@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.core.mask_parts import rows_of
 from headwise.core.place import Place
-from tests.watching.foreign import model_of
+from headwise.watching.recorder import changed_call
+from tests.watching.foreign import implementation, model_of
 from tests.watching.stacks import Stack, attending, by_headwise, by_torch
 
 STEERS: list[tuple[Any, ...]] = [
@@ -480,3 +481,16 @@ def test_the_map_of_a_generation_is_that_of_its_whole_text(factor: float) -> Non
     for head in (1, 2):
         found, wanted = steps.map(0, head)[0, 0], whole.map(0, head)[0, 0]
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_generation_whose_prompt_was_too_large_to_keep_has_no_map(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(changed_call, "LARGEST", 4 * 6 * 6 - 1)  # weights of the prompt
+    model = model_of("llama")
+    steered = hw.steer(model, (0, 2, (2, 4), 0.5, (3, 8)))
+    with implementation(model, "sdpa"), torch.no_grad(), steered, hw.watch(model) as seen:
+        model.generate(torch.arange(3, 9)[None], max_new_tokens=4, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"no map of model\.layers\.0\.self_attn was kept"):
+        seen.map(0, 2)
+    assert seen.map(1, 2).shape == (1, 1, 9, 9)

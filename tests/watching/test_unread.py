@@ -231,6 +231,21 @@ def test_softmaxes_that_are_no_attention_are_not_reported() -> None:
     assert seen.unread == ["other"]
 
 
+def test_a_module_in_which_nothing_is_heard_is_left_alone_until_the_64th_pass() -> None:
+    heard: list[int] = []
+
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            heard.append(torch._C._len_torch_function_stack())  # the watch listens by a mode
+            return x + 1
+
+    model, x = Pair(Plain()), torch.randn(1, N, H * D)
+    with torch.no_grad(), hw.watch(model, maps=False):
+        for _ in range(66):
+            model(x)
+    assert heard == [1, 1, *[0] * 62, 1, 1]
+
+
 def test_nothing_to_watch_is_said_at_once() -> None:
     with pytest.raises(ValueError, match="there is nothing to watch in this Linear"):
         hw.watch(nn.Linear(3, 3))
