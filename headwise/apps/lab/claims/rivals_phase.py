@@ -3,6 +3,7 @@ rivals-phase, rivals-capacity."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
@@ -156,7 +157,7 @@ def region(lab: Lab, folder: Path | None, kind: str, budget: int) -> dict[str, A
     pairs = lab.pick("pairs", tiny=(1, 4), quick=(1, 2, 4, 8), full=(1, 2, 4, 8, 16, 32, 64))
     distances = lab.pick("distances", tiny=(0, 4), quick=(0, 6, 24), full=(0, 16, 64, 128))
     rates = lab.pick("rates", tiny=(5e-3,), quick=(4e-3, 1.6e-2), full=(2e-3, 6e-3, 2e-2))
-    seeds = range(lab.pick("seeds", tiny=1, quick=1, full=3))
+    seeds = range(lab.pick("seeds", tiny=2, quick=3))
     tests = lab.pick("tests", tiny=8, quick=64, full=128)
     most, far = max(pairs), max(distances)
     length = most + far + ASKED
@@ -343,19 +344,25 @@ def capacities(figures: Figures) -> dict[tuple[str, int, int], list[float]]:
 
 def lines(figures: Figures) -> dict[str, Line | None]:
     """The capacity of each recurrence as a power of its state, with an interval; None if it is the
-    same in every training, as it is where none learns."""
-    states = {(each["kind"], each["budget"]): each["state"] for each in figures["sizes"]}
+    same in every training, as it is where none learns.
+
+    A training counts once, by the mean over the distances: they are not independent.
+    """
     found = {}
     for kind in RECURRENT:
-        points = [
-            (states[kind, budget], each)
-            for (name, budget, _), of in capacities(figures).items()
-            if name == kind
-            for each in of
-        ]
-        sizes, pairs = zip(*points, strict=True)
-        if len(set(sizes)) < 2:
-            raise ValueError("capacities need two sizes of state")
+        sizes, pairs = list[int](), list[float]()
+        for each in figures["sizes"]:
+            if each["kind"] == kind:
+                far = [
+                    map(math.log, of)
+                    for (name, budget, _), of in capacities(figures).items()
+                    if (name, budget) == (kind, each["budget"])
+                ]
+                trainings = [math.exp(mean(x)) for x in zip(*far, strict=True)]
+                sizes += [each["state"]] * len(trainings)
+                pairs += trainings
+        if len(set(sizes)) < 2 or len(sizes) < 3:
+            raise ValueError("a line needs two sizes of state and three trainings")
         found[kind] = fitted(sizes, pairs) if len(set(pairs)) > 1 else None
     return found
 
