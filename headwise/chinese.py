@@ -142,6 +142,22 @@ CHINESE: dict[str, str] = {
     "hw.watch has its figures": (
         "{name} 把图像读作 {count} 个词元，但不知道它们各是图像的哪一部分；hw.watch 有它的统计量"
     ),
+    "looks for something in the prompt: about {keys:g} tokens for each part of the image": (
+        "在提示里找东西：图像的每一处约看 {keys:g} 个词元"
+    ),
+    "looks for something in the prompt and the image: about {keys:g} tokens at a time": (
+        "在提示和图像里找东西：每次约看 {keys:g} 个词元"
+    ),
+    "step {number}": "第 {number} 步",
+    "frame {number}": "第 {number} 帧",
+    "the last {count} of {all} requests; seen.requests has them all, each with show()": (
+        "{all} 个请求中的最后 {count} 个；seen.requests 有全部请求，每个都有 show()"
+    ),
+    "the text to itself": "文本看文本",
+    "the picture to itself": "图像看图像",
+    "text and picture together": "文本与图像一起",
+    "the picture to the text": "图像看文本",
+    "{name}, {down} × {across}": "{name}，{down} × {across}",
     "the image": "图像",
     "image {number}": "图像 {number}",
     "{name}, small and whole": "{name}，缩小的整幅",

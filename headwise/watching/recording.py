@@ -85,6 +85,16 @@ class Recording:
         return OtherLayers(kept=False).table()
 
     @property
+    def kept_steps(self) -> Mapping[int, Recording]:
+        """The steps whose last pass was kept, by `step(keep=True)`: recordings, by number."""
+        return {}
+
+    @property
+    def requests(self) -> Mapping[str, Recording]:
+        """The requests of a model that generates by continuous batching: recordings, by name."""
+        return {}
+
+    @property
     def last_step(self) -> int | None:
         """The number of the last step of the series; None if there is none."""
         return self.series[-1].step if self.series else None
@@ -175,14 +185,26 @@ class Recording:
         """The names of the rules that are checked."""
         return []
 
-    def show(self, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None) -> Any:
+    def show(
+        self,
+        tokens: Sequence[str] | None = None,
+        source: Sequence[str] | None = None,
+        *,
+        image: Any = None,
+        grid: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
+        batch: int = 0,
+    ) -> Any:
         """Show the heads' last pass: a widget in a notebook, else a page, until Ctrl-C.
 
         `tokens` are those of the text, as many as the model read, or of the decoder; `source`
-        those of the encoder. Without them positions are numbered.
+        those of the encoder, or of the prompt that a picture is made by. Without them positions
+        are numbered. `image` is what the model saw or made, a file, Pillow image or tensor
+        (C, H, W) from 0 to 1, or several; `grid` its patches down and across, taken from the
+        image's shape if it is left out. Kept steps are shown instead of the last pass, and the
+        requests of continuous batching one by one.
         """
         for viewer in entry_points(group="headwise.viewers"):
-            return viewer.load()(self, tokens, source)
+            return viewer.load()(self, tokens, source, image=image, grid=grid, batch=batch)
         raise ValueError("the page is not installed: pip install 'headwise[look]'")
 
     def __repr__(self) -> str:

@@ -7,14 +7,13 @@ from functools import cached_property
 from torch import Tensor
 
 from headwise.core.observation import Observation
+from headwise.watching.recorded_pass import RecordedPass
 from headwise.watching.recorder.layer import WatchedLayer
 from headwise.watching.recorder.paged_record import HeldRequest, whole_call
 from headwise.watching.recorder.seen_call import SeenCall
-from headwise.watching.recording import Recording
-from headwise.watching.table import Table
 
 
-class Request(Recording):
+class Request(RecordedPass):
     """One request: what its rows did and what its keys received, as if it had run alone."""
 
     def __init__(self, held: HeldRequest, layers: list[WatchedLayer]) -> None:
@@ -56,17 +55,6 @@ class Request(Recording):
         if self._held.shared:
             return found.map().received()[0]
         return self._held.layers[found.name].received[: self._length].T
-
-    def heads(self) -> Table:
-        """One row per head, as `Recording.heads`, over the rows of this request."""
-        rows = []
-        for layer in self.layers:
-            figures = layer.observation.heads()
-            for head in range(layer.heads):
-                row = layer.place(head)
-                row |= {name: float(x[head]) for name, x in figures.items()}
-                rows.append(row)
-        return Table(rows)
 
     def __repr__(self) -> str:
         return f"<Request {self.id!r}: {self._length} tokens, {len(self._of)} layers>"

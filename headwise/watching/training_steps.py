@@ -21,6 +21,7 @@ from headwise.watching.alarms import Alarm, Alarms, alarm_scalars
 from headwise.watching.head_weights import head_place
 from headwise.watching.logged import Course, LoggedNumbers
 from headwise.watching.ranks.joined_steps import JoinedSteps
+from headwise.watching.recorded_pass import KeptStep
 from headwise.watching.recorder.board import Board
 from headwise.watching.recorder.call_recorder import CallRecorder
 from headwise.watching.recorder.held_call import HeldCall
@@ -81,6 +82,7 @@ class SteppedRecording(Recording):
         self._series: list[Entry] = []
         self._ended: EndedStep | None = None  # the last step, if it was not read yet
         self.steps = 0  # training steps that ended
+        self._kept: dict[int, KeptStep] = {}
         self._runs: list[RunWriter] = []
         self._by_hand = False  # step() was called, so optimisers don't end steps
         self._ended_by_optimiser = False  # the last step, and nothing has run since
@@ -105,6 +107,10 @@ class SteppedRecording(Recording):
     @property
     def tokens(self) -> Tensor | None:
         return self._recorder.passes.tokens
+
+    @property
+    def kept_steps(self) -> dict[int, KeptStep]:
+        return self._kept
 
     @property
     def unread(self) -> list[str]:
@@ -249,17 +255,23 @@ class SteppedRecording(Recording):
     def check(self) -> None:
         """Raise ValueError if the model ran, and what was asked for was not seen."""
 
-    def step(self) -> None:
+    def step(self, keep: bool = False) -> None:
         """End a training step: the figures since the last one join the series.
 
         Steps of an optimiser that holds the model's parameters end by themselves, until this is
-        called once: then every step ends here.
+        called once: then every step ends here. With `keep` the last pass of the step stays, its
+        queries and keys included, as a recording in `kept_steps`.
         """
-        self._by_hand = True
+        if keep and not self._recorder.options.maps:
+            raise ValueError("step(keep=True) keeps maps; use hw.watch(model, maps=True)")
+        self._by_hand, looked = True, self._recorder.active
         if self._ended_by_optimiser and self._passes == self._recorder.passes.count:
             self._ended_by_optimiser = False
         else:
             self._end_step()
+        ran = [x for x in self.layers if x.last is not None and x.last.call is not None]
+        if keep and looked and ran:
+            self._kept[self.steps - 1] = KeptStep(self.steps - 1, ran, self.tokens)
 
     def optimised(self, optimiser: Optimizer, *_: object) -> None:
         """An optimiser made a step: a training step ends, if the model ran and it is its own.

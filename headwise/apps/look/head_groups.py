@@ -39,7 +39,7 @@ def groups(
     for layer in mapped(seen):
         id = side(layer, axes)
         if layer.map().shape[2:] == tuple(map(len, axes[id])):
-            found[id].extend(_heads(layer, figures, tokens, batch))
+            found[id].extend(heads_of(layer, figures, tokens, batch))
     made = []
     for id, heads in found.items():
         queries, keys = map(tuple, axes[id])
@@ -95,7 +95,7 @@ def few(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _heads(
+def heads_of(
     layer: WatchedLayer,
     figures: Mapping[Any, Mapping[str, Any]],
     tokens: Tensor | None,

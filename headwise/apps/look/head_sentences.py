@@ -10,14 +10,17 @@ from headwise.messages import Sentence, say
 from headwise.watching import head_types
 
 Numbers = Mapping[str, float]
-Seen = Literal["past", "text", "source", "image"]
-"""Where a head may look: the text before a token, all of it, another text, or an image."""
+Seen = Literal["past", "text", "source", "image", "prompt", "both"]
+"""Where a head may look: the text before a token, all of it, another text, an image, the text that
+an image is made by, or that and the image."""
 
 
 def seen_by(read: Input, group: Group) -> Seen:
     """The things that a group's heads look at."""
-    if read.kind == "image":
+    if read.kind == "image" or (group.pictures and group.looks is None):
         return "image"
+    if group.looks == "image":
+        return "both" if group.square else "prompt"
     if not group.square:
         return "source"
     return "past" if group.causal else "text"
@@ -106,6 +109,17 @@ def _searching(figures: Numbers, seen: Seen) -> Sentence:
             return say(
                 "looks for something in the source text: about {keys:g} tokens for each one that "
                 "is written",
+                keys=rounded,
+            )
+        case "prompt":
+            return say(
+                "looks for something in the prompt: about {keys:g} tokens for each part of the "
+                "image",
+                keys=rounded,
+            )
+        case "both":
+            return say(
+                "looks for something in the prompt and the image: about {keys:g} tokens at a time",
                 keys=rounded,
             )
         case "image":

@@ -132,7 +132,7 @@ class Group:
     @property
     def square(self) -> bool:
         """True if the tokens look at themselves, False if they look at another sequence."""
-        return self.id != "cross"
+        return not self.id.startswith("cross")
 
     def head(self, name: str) -> Head:
         """The head of this name; ValueError names those there are."""

@@ -208,13 +208,20 @@ class Session:
                 "layers": described.layers,
                 "heads": described.heads,
                 "context": described.context,
-                "reads": "image" if reader is not None and reader.sample is None else "text",
+                "reads": _reads(reader),
             },
             "inputs": [_input(id, atlas) for id, atlas in list(self.atlases.items())],
             "statistics": [
                 {"name": name, "meaning": getattr(Observation, name).__doc__} for name in STATISTICS
             ],
         }
+
+
+def _reads(reader: Reader | None) -> str | None:
+    """What more a reader reads: images or texts; None of a recording."""
+    if reader is None or reader.model is None:
+        return None
+    return "image" if reader.sample is None else "text"
 
 
 def given(reader: Reader, what: Given | None) -> Given:

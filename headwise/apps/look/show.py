@@ -11,19 +11,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.apps.look.atlas import Atlas
-from headwise.apps.look.head_groups import Axes, groups, mapped, of_other_sizes, side
 from headwise.apps.look.readers.reader import Given, Report
-from headwise.apps.look.scene import Description, Input, InputKind
+from headwise.apps.look.recorded_inputs import Shown, inputs
+from headwise.apps.look.scene import Description, Input
 from headwise.apps.look.session import Progress, Session
 from headwise.messages import say
 from headwise.watching import Recording
 
 
 def show(
-    seen: Recording, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None
+    seen: Recording,
+    tokens: Sequence[str] | None = None,
+    source: Sequence[str] | None = None,
+    **more: Any,
 ) -> Any:
-    """Show a recording: a widget in a notebook; elsewhere a page, served until Ctrl-C."""
-    session = session_of(seen, tokens, source)
+    """Show a recording: a widget in a notebook; elsewhere a page, served until Ctrl-C.
+
+    `more` is image, grid and batch, as `Recording.show` has them.
+    """
+    session = session_of(seen, tokens, source, **more)
     if in_notebook():
         from headwise.apps.look.serving.widget import LookWidget
 
@@ -70,11 +76,17 @@ class RecordedReader:
 
 
 def session_of(
-    seen: Recording, tokens: Sequence[str] | None = None, source: Sequence[str] | None = None
+    seen: Recording,
+    tokens: Sequence[str] | None = None,
+    source: Sequence[str] | None = None,
+    *,
+    image: Any = None,
+    grid: Any = None,
+    batch: int = 0,
 ) -> Session:
     """The session of a recording; positions are numbered if no tokens are given.
 
-    `tokens` are those of the text, or of the decoder's side; `source` those of the encoder's.
+    The arguments are those of `Recording.show`.
 
     >>> import headwise as hw
     >>> gpt = hw.load("gpt")
@@ -83,45 +95,12 @@ def session_of(
     >>> session_of(seen, gpt.pieces("to be or not to be")).state()["model"]["heads"]
     48
     """
-    if not seen.layers:
-        raise ValueError("nothing was recorded yet; run the model while it is watched")
-    axes = _axes(seen, tokens, source)
-    kind: InputKind = "text" if "self" in axes else "translation"
-    made = groups(seen, axes)
-    read = Input("watched", kind, made, of_other_sizes(seen, made))
-    heads = sum(layer.heads for layer in seen.layers)
-    session = Session(
-        reader=RecordedReader(Description("watched", 0, len(seen.layers), heads, None))
-    )
-    session.atlases["0"] = Atlas(read).prepare()
+    read = inputs(seen, Shown.of(tokens, source, image, grid, batch))
+    groups = read[-1].groups
+    layers = {layer for group in groups for layer, _, _ in group.layers()}
+    heads = sum(len(group.heads) for group in groups)
+    session = Session(reader=RecordedReader(Description("watched", 0, len(layers), heads, None)))
+    for number, each in enumerate(read):
+        session.atlases[str(number)] = Atlas(each)
     session.progress = Progress("ready", None)
     return session
-
-
-def _axes(
-    seen: Recording, tokens: Sequence[str] | None, source: Sequence[str] | None
-) -> dict[str, Axes]:
-    """The tokens of each group's rows and columns."""
-    both = any(layer.kind == "cross" for layer in seen.layers)
-    axes: dict[str, Axes] = {} if both else {"self": ((), ())}
-    for layer in mapped(seen):
-        _, _, rows, columns = layer.map().shape
-        id = side(layer, axes)
-        given = (
-            source if id == "encoder" else tokens,
-            source if id in ("encoder", "cross") else tokens,
-        )
-        for words, count in zip(given, (rows, columns), strict=True):
-            if words is not None and len(words) != count:
-                raise ValueError(
-                    f"{len(words)} tokens were given for {layer.name}, which read {count}; give as "
-                    "many tokens as the model read"
-                )
-        numbered = (range(rows), range(columns))
-        named = [
-            tuple(map(str, numbers)) if words is None else tuple(words)
-            for words, numbers in zip(given, numbered, strict=True)
-        ]
-        axes[id] = (named[0], named[1])
-    order = ("self", "encoder", "decoder", "cross")
-    return {id: axes[id] for id in order if id in axes}

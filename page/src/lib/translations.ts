@@ -1,6 +1,7 @@
 /** The server's sentences in English, and in 中文 under `zh` of the same answer. */
 
 import { speech } from './language.svelte';
+import type { Group } from './types';
 
 const chinese = new Map<string, string>();
 
@@ -14,4 +15,9 @@ export function learn<Answer>(answer: Answer): Answer {
 /** A sentence of an answer in the language of the page; in English if it has no translation. */
 export function said(english: string): string {
   return speech.current === 'zh' ? (chinese.get(english) ?? english) : english;
+}
+
+/** The name of a group: a known kind of attention in the words of the page, else as it is told. */
+export function groupName(names: Readonly<Record<string, string>>, { id, name }: Group): string {
+  return names[id] ?? said(name);
 }

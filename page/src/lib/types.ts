@@ -28,7 +28,8 @@ export interface Model {
   heads: number;
   /** The most tokens it was trained on at a time. */
   context: number | null;
-  reads: 'text' | 'image';
+  /** What more can be read; null of a recording. */
+  reads: 'text' | 'image' | null;
 }
 
 export interface Statistic {
@@ -57,7 +58,8 @@ export interface Picture {
   axis: Axis | 'both';
 }
 
-export type GroupId = 'self' | 'encoder' | 'decoder' | 'cross';
+/** self, encoder, decoder or cross; of a denoiser also others, such as cross_16x16. */
+export type GroupId = string;
 
 /** Heads that share their two axes: rows look at columns. */
 export interface Group {

@@ -4,7 +4,10 @@ const en = {
   page: 'All heads',
   loading: 'Drawing the heads',
   problem: 'The heads could not be shown',
-  groups: { self: 'Self', encoder: 'Encoder', decoder: 'Decoder', cross: 'Cross' },
+  groups: { self: 'Self', encoder: 'Encoder', decoder: 'Decoder', cross: 'Cross' } as Record<
+    string,
+    string
+  >,
   groupLabel: 'Kind of attention',
   statistic: 'Statistic',
   order: 'Order',
