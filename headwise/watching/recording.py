@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
@@ -187,7 +187,7 @@ class Recording:
 
     def show(
         self,
-        tokens: Sequence[str] | None = None,
+        tokens: Sequence[str] | Callable[[list[int]], Sequence[str]] | None = None,
         source: Sequence[str] | None = None,
         *,
         image: Any = None,
@@ -196,9 +196,10 @@ class Recording:
     ) -> Any:
         """Show the heads' last pass: a widget in a notebook, else a page, until Ctrl-C.
 
-        `tokens` are those of the text, as many as the model read, or of the decoder; `source`
-        those of the encoder, or of the prompt that a picture is made by. Without them positions
-        are numbered. `image` is what the model saw or made, a file, Pillow image or tensor
+        `tokens` are those of the text, as many as the model read, or of the decoder, or a function
+        that makes them of their numbers, such as `tokenizer.convert_ids_to_tokens`; `source` those
+        of the encoder, or of the prompt that a picture is made by. Without them positions are
+        numbered. `image` is what the model saw or made, a file, Pillow image or tensor
         (C, H, W) from 0 to 1, or several; `grid` its patches down and across, taken from the
         image's shape if it is left out. Kept steps are shown instead of the last pass, and the
         requests of continuous batching one by one.

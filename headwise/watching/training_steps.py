@@ -264,12 +264,14 @@ class SteppedRecording(Recording):
         """
         if keep and not self._recorder.options.maps:
             raise ValueError("step(keep=True) keeps maps; use hw.watch(model, maps=True)")
+        ended = self._ended_by_optimiser and self._passes == self._recorder.passes.count
+        mapped = [x for x in self.layers if x.last is not None and x.last.call is not None]
+        ran = [layer for layer in mapped if ended or not layer.ended]
         self._by_hand, looked = True, self._recorder.active
-        if self._ended_by_optimiser and self._passes == self._recorder.passes.count:
+        if ended:
             self._ended_by_optimiser = False
         else:
             self._end_step()
-        ran = [x for x in self.layers if x.last is not None and x.last.call is not None]
         if keep and looked and ran:
             self._kept[self.steps - 1] = KeptStep(self.steps - 1, ran, self.tokens)
 

@@ -98,6 +98,23 @@ def test_every_step_of_a_pipeline_is_a_step() -> None:
     assert [alarm.rule for alarm in seen.alarms] == ["little weight on text"]
 
 
+def test_a_step_is_kept_only_where_it_was_asked_for() -> None:
+    torch.manual_seed(0)
+    model, image, text = Denoiser(True), torch.randn(1, IMAGE, WIDTH), torch.randn(1, TEXT, WIDTH)
+    with torch.no_grad(), hw.watch(model) as seen:
+        for number in range(4):
+            model(image * number, text)
+            seen.step(keep=number == 1)
+        seen.step(keep=True)  # nothing ran
+    kept = seen.kept_steps
+    assert list(kept) == [1]
+    with torch.no_grad(), hw.watch(model) as alone:
+        model(image, text)
+    assert kept[1].heads()["entropy_mean"] == pytest.approx(alone.heads()["entropy_mean"])
+    with hw.watch(model, maps=False) as seen, pytest.raises(ValueError, match=r"maps=True"):
+        seen.step(keep=True)
+
+
 def test_values_that_are_not_the_projected_text_leave_the_spans_out() -> None:
     model = nn.Sequential(Changed(True))
     with hw.watch(model) as seen:
@@ -232,8 +249,11 @@ def test_a_pipeline_is_watched_over_its_steps(name: str) -> None:
         found: Tensor = made.images
         return found
 
+    maps: list[list[Tensor]] = []
+
     def end(pipe: Any, number: int, time: Any, kept: dict[str, Any]) -> dict[str, Any]:
-        seen.step()
+        maps.append([layer.map().to_tensor() for layer in seen.layers])
+        seen.step(keep=True)
         return kept
 
     before = image()
@@ -249,6 +269,13 @@ def test_a_pipeline_is_watched_over_its_steps(name: str) -> None:
         for entry in seen.series:
             row = entry.table[0]
             assert row["span_text_mean"] + row["span_image_mean"] == pytest.approx(1, abs=1e-4)
+    for entry, (number, kept), then in zip(seen.series, seen.kept_steps.items(), maps, strict=True):
+        assert (entry.step, entry.table["entropy_mean"]) == (
+            number, pytest.approx(kept.heads()["entropy_mean"]),
+        )  # fmt: skip
+        assert kept.spans.keys() == seen.spans.keys()
+        for layer, right in zip(kept.layers, then, strict=True):
+            assert torch.equal(layer.map().to_tensor(), right)
     guided = 2 if "negative_prompt_embeds" in given else 1
     assert {len(layer.map().lse) for layer in seen.layers} == {guided}
 

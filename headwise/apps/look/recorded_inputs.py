@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +18,8 @@ from headwise.messages import Sentence, say
 from headwise.watching import Recording, WatchedLayer
 
 Pictures = tuple[Picture, ...]
+Tokens = Sequence[str] | Callable[[list[int]], Sequence[str]]
+"""The tokens as strings, or what makes them of their numbers, such as a tokenizer's method."""
 
 MOST = 8
 """Requests that are shown, the last ones; each is read as a text is."""
@@ -28,6 +30,7 @@ class Shown:
     """What is known of a recording beside what was recorded."""
 
     tokens: Sequence[str] | None = None
+    pieces: Callable[[list[int]], Sequence[str]] | None = None  # makes them of their numbers
     source: Sequence[str] | None = None
     images: tuple[bytes, ...] = ()  # PNG files
     shapes: tuple[float, ...] = ()  # of each image, its width by its height
@@ -37,7 +40,7 @@ class Shown:
     @classmethod
     def of(
         cls,
-        tokens: Sequence[str] | None = None,
+        tokens: Tokens | None = None,
         source: Sequence[str] | None = None,
         image: Any = None,
         grid: Any = None,
@@ -50,7 +53,8 @@ class Shown:
         if any(len(each) != 2 or min(each) < 1 for each in grids):
             raise ValueError(f"grid={grid!r}: give the patches down and across, such as (16, 16)")
         return cls(
-            tokens,
+            None if callable(tokens) else tokens,
+            tokens if callable(tokens) else None,
             source,
             tuple(images.png(x) for x in pixels),
             tuple(x.shape[2] / x.shape[1] for x in pixels),
@@ -62,6 +66,17 @@ class Shown:
     def pictured(self) -> bool:
         """True if the user said that there is a picture."""
         return bool(self.images or self.grids)
+
+    def read(self, seen: Recording) -> Shown:
+        """The same with the tokens that a recording's model read, if a function makes them."""
+        if self.pieces is None:
+            return self
+        if seen.tokens is None:
+            raise ValueError(
+                f"tokens={self.pieces!r}: the numbers of the tokens are not known, because the "
+                "model was not called with them while it was watched; give the tokens as strings"
+            )
+        return replace(self, tokens=list(self.pieces(seen.tokens[self.batch].tolist())))
 
     def grid(self, number: int, count: int) -> tuple[int, int]:
         """The grid of a picture's tokens: the one that is given, or the one most like the image.
@@ -108,6 +123,10 @@ def inputs(seen: Recording, shown: Shown) -> list[Input]:
 def _input(name: str, seen: Recording, shown: Shown) -> Input:
     if not seen.layers:
         raise ValueError("nothing was recorded yet; run the model while it is watched")
+    entries = max(len(layer.map().lse) for layer in mapped(seen))
+    if not 0 <= shown.batch < entries:
+        raise ValueError(f"batch={shown.batch}: the last pass had {entries}, from 0")
+    shown = shown.read(seen)
     makes = _makes_pictures(seen, shown)
     made = _of_pictures(seen, shown) if makes else _of_text(seen, shown)
     alone = makes or [group.id for group in made] == ["self"]
@@ -148,7 +167,7 @@ def _axes(seen: Recording, shown: Shown) -> dict[str, Axes]:
 def _words(given: Sequence[str] | None, count: int, layer: WatchedLayer) -> tuple[str, ...]:
     """The tokens that were given, or their numbers."""
     if given is None:
-        return tuple(map(str, range(count)))
+        return _numbered(count)
     if len(given) != count:
         raise ValueError(
             f"{len(given)} tokens were given for {layer.name}, which read {count}; give as "
@@ -235,7 +254,7 @@ class _Sizes(NamedTuple):
         pictures = _frames(cells, shown, "rows" if self.kind == "cross" else "both")
         if self.kind == "text":
             pictures = ()
-        rows, columns = list(map(str, range(self.rows))), list(map(str, range(self.keys)))
+        rows, columns = list(_numbered(self.rows)), list(_numbered(self.keys))
         words = self.text or (tuple(range(self.keys)) if self.kind == "text" else ())
         given = shown.source or shown.tokens
         if words and given is not None:
@@ -254,6 +273,8 @@ class _Sizes(NamedTuple):
         square = self.kind != "cross"
         ours = columns if square else rows
         made = Group(id, name, False, tuple(ours), tuple(columns), heads)
+        if self.kind == "image" and len(pictures) == 1:
+            made = made.in_patches(pictures[0])
         return _named(made, pictures, "image" if self.text else None)
 
 
@@ -302,6 +323,11 @@ def _named(group: Group, pictures: Pictures, looks: Literal["text", "image"] | N
             if picture.axis != "rows":
                 columns[place] = f" {name}"
     return replace(group, rows=tuple(rows), columns=tuple(columns), pictures=pictures, looks=looks)
+
+
+def _numbered(count: int) -> tuple[str, ...]:
+    """Names for tokens that are not known, apart from each other where they are lines of text."""
+    return tuple(f" {number}" for number in range(count))
 
 
 def _first(many: Sequence[bytes]) -> bytes | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from headwise.apps.look.atlas import Atlas
 from headwise.apps.look.readers.reader import Given, Report
-from headwise.apps.look.recorded_inputs import Shown, inputs
+from headwise.apps.look.recorded_inputs import Shown, Tokens, inputs
 from headwise.apps.look.scene import Description, Input
 from headwise.apps.look.session import Progress, Session
 from headwise.messages import say
@@ -21,7 +21,7 @@ from headwise.watching import Recording
 
 def show(
     seen: Recording,
-    tokens: Sequence[str] | None = None,
+    tokens: Tokens | None = None,
     source: Sequence[str] | None = None,
     **more: Any,
 ) -> Any:
@@ -77,7 +77,7 @@ class RecordedReader:
 
 def session_of(
     seen: Recording,
-    tokens: Sequence[str] | None = None,
+    tokens: Tokens | None = None,
     source: Sequence[str] | None = None,
     *,
     image: Any = None,

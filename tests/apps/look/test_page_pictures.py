@@ -11,9 +11,12 @@ import torch
 from playwright.sync_api import Locator, Page, expect
 
 from headwise.apps.look.readers.reader import Illustrated
+from headwise.apps.look.show import session_of
 from tests.apps.look.conftest import Served, Visits, eventually
 from tests.apps.look.test_opening import save_llava
 from tests.apps.look.test_page_head import picture_of_a_ball
+from tests.apps.look.test_recorded_inputs import WORDS, joint
+from tests.watching.test_diffusion import TEXT
 
 
 def share(page: Page) -> float:
@@ -71,3 +74,30 @@ def test_the_text_looks_at_two_pictures(
     expect(grids.nth(1)).to_have_attribute("data-chosen", "0")
     page.keyboard.press("Escape")
     expect(page).not_to_have_url(re.compile("region"))
+
+
+def test_the_steps_of_a_recorded_denoiser(serve: Callable[..., Served], visit: Visits) -> None:
+    seen = joint()
+    session = session_of(seen, source=WORDS, image=torch.rand(3, 8, 8))
+    page = visit("#/head?layer=1&head=2", base=serve(session).url)
+    grid = page.get_by_role("application", name="The image, its patches")
+    plain = drawn(grid)
+    page.get_by_role("option", name="ball", exact=True).click()  # who looks at it
+    expect(page).to_have_url(re.compile("by=column.*column=2|column=2.*by=column"))
+    eventually(page, lambda: drawn(grid) != plain)
+    of_last = drawn(grid)
+    slider = page.get_by_role("slider", name="Step")
+    slider.fill("0")
+    expect(page.locator("[data-step]")).to_have_text("step 0")
+    eventually(page, lambda: drawn(grid) != of_last)
+    # What a region of the picture looks at: two patches by two, from the second row.
+    page.get_by_role("radio", name="what it looks at").click()
+    drag(page, grid, (0.05, 0.3), (0.4, 0.7))
+    expect(grid).to_have_attribute("data-chosen", "4")
+    rows = [TEXT + 4, TEXT + 5, TEXT + 8, TEXT + 9]
+    weights = seen.kept_steps[0].map(1, 2)[0, 0, :][rows].mean(0)
+    eventually(page, lambda: share(page) == pytest.approx(float(weights[TEXT:].sum()), abs=1e-5))
+    expect(page.get_by_role("option", name="ball", exact=True)).to_have_attribute(
+        "style", re.compile("background: rgb")
+    )
+    assert page.get_by_role("button", name="New").count() == 0  # a recording reads nothing more

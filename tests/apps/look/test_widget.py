@@ -37,7 +37,8 @@ def test_a_recording_becomes_a_session(seen: Any) -> None:
     session = session_of(seen, hw.load("gpt").pieces(TEXT))
     (given,) = session.state()["inputs"]
     assert (given["rows"], given["groups"][0]["causal"]) == (7, True)
-    assert session_of(seen).atlases["0"].input.main.rows == ("0", "1", "2", "3", "4", "5", "6")
+    rows = session_of(seen).atlases["0"].input.main.rows
+    assert rows == (" 0", " 1", " 2", " 3", " 4", " 5", " 6")
     with pytest.raises(
         ValueError, match=r"3 tokens were given for blocks\.0\.attention, which read 7"
     ):
