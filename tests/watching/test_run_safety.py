@@ -61,6 +61,8 @@ def readings(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "map", lambda: open_run(folder).map(0, 1)[0, 0]
     yield "state", lambda: json.dumps(WatchedFolder(folder).state())
     yield "series", lambda: WatchedFolder(folder).series("entropy_mean")
+    yield "told", lambda: json.dumps(WatchedFolder(folder).story())
+    yield "story", lambda: watch_view.story(open_run(folder), 80)
     yield "view", lambda: watch_view.view(open_run(folder), "entropy", 80)
     yield "json", lambda: watch_view.as_dictionary(open_run(folder), "entropy")
 
@@ -224,8 +226,12 @@ def test_damaged_alarms_are_counted(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--once"], ["--json"], ["--once", "--statistic", "nothing"], ["--statistic", "x"]]
-)
+    "options",
+    [
+        ["--once"], ["--json"], ["--once", "--statistic", "nothing"], ["--statistic", "x"],
+        ["--story"], ["--story", "--json"],
+    ],
+)  # fmt: skip
 def test_texts_of_a_run_control_no_terminal(
     whole: Path, tmp_path: Path, options: list[str]
 ) -> None:
@@ -241,7 +247,9 @@ def test_texts_of_a_run_control_no_terminal(
     for path in folder.glob("series-*"):
         parquet = hw.watching.runs.parts.arrow().parquet
         table = parquet.read_table(path).to_pylist()
-        rows = [{**row, "name": HOSTILE, "kind": HOSTILE, HOSTILE: 1.0} for row in table]
+        wrong = {"name": HOSTILE, "kind": HOSTILE, HOSTILE: 1.0, "logged": None}
+        rows = [{**row, **wrong} for row in table]
+        rows.append({**rows[0], "kind": "logged", "logged": 1.0})
         parquet.write_table(columns(rows), path)
     check_output(["watch", str(folder), *options])
     check_output(["watch", str(folder), "--once", "--statistic", HOSTILE])

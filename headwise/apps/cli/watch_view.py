@@ -286,7 +286,7 @@ def loss_lines(told: Story, loss: Loss, width: int) -> RenderableType:
     low = f"lowest {min(finite):.3g} at step {loss.lowest}" if finite else "NaN throughout"
     note = f"{loss.name}, steps {first} to {last}: {low}, last {loss.values[-1]:.3g}"
     return Group(
-        Text(note, style="dim"),
+        Text(printable(note), style="dim"),
         Text(drawn, style="cyan"),
         Text("".join(signs).rstrip(), style="bold red"),
     )
@@ -294,7 +294,7 @@ def loss_lines(told: Story, loss: Loss, width: int) -> RenderableType:
 
 def chapter_lines(number: int, chapter: Chapter, explained: bool = True) -> RenderableType:
     """One group of alarms: the finding, the heads before and after, its meaning and its remedy."""
-    head = Text(f"{number}  step {chapter.step}: {chapter.rule}: ", style="bold")
+    head = Text(f"{number}  step {chapter.step}: {printable(chapter.rule)}: ", style="bold")
     head.append(
         printable(f"{chapter.where}, {chapter.module}" if chapter.module else chapter.where)
     )
