@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import headwise as hw
+from bench.soak import soaked
 from headwise.watching import Alarm, Entry, Table, open_run
 from headwise.watching.runs import parts
 from headwise.watching.runs import run_writer as writing
@@ -424,6 +425,15 @@ def test_a_recorded_series_stays_small_in_memory(
     watch, _ = watched(tmp_path, steps=5)
     assert [each.step for each in watch.series] == [3, 4]
     assert open_run(tmp_path).steps == [0, 1, 2, 3, 4]
+
+
+def test_a_recorded_step_of_a_training_leaves_no_object_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["headwise.watching.training_steps"], "IN_MEMORY", 5)
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "unmeasured"))
+    _, before, after = soaked(60, 20, tmp_path)
+    assert after.objects - before.objects < 10
 
 
 PROCESS = """
