@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 import headwise.transformers  # noqa: E402, F401  registers the implementation
+from headwise.watching.adapters import traced_masks  # noqa: E402
 from headwise.watching.adapters.traced_rules import read_rule  # noqa: E402
 
 pytestmark = [
@@ -227,3 +228,22 @@ def test_a_number_that_may_fall_from_a_token_to_the_next_groups_none() -> None:
         assert groups(number) is None
     assert groups(lambda b, token: (token - start[b]) // 2, lambda b, token: token // 2) is None
     assert groups(lambda b, token: token // 2, lambda b, token: token // 3) is None
+
+
+def test_a_mask_is_read_once_for_all_layers_that_read_it_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(traced_masks, "RUNNING", [None])
+    monkeypatch.setattr(traced_masks, "is_in_main_graph", lambda: True)
+    mask, read = torch.ones(1, 1, 2, 2), []
+
+    def made(heads: int) -> int:
+        read.append(heads)
+        return heads
+
+    layers = (4, 2, 4, 4)
+    assert [traced_masks.recall(lambda h=h: made(h), mask, h) for h in layers] == [4, 2, 4, 4]
+    assert read == [4, 2]
+    traced_masks.forget()
+    assert traced_masks.recall(lambda: made(4), mask, 4) == 4
+    assert read == [4, 2, 4]
