@@ -136,7 +136,7 @@ def test_heads_are_those_with_a_softmax_and_generation_has_no_implied_map() -> N
 
 HYBRIDS = (
     "bamba", "falcon_h1", "granitemoehybrid", "jamba", "mamba", "minimax", "nemotron_h",
-    "olmo_hybrid", "rwkv", "zamba2",
+    "olmo_hybrid", "recurrent_gemma", "rwkv", "zamba2",
 )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_every_hybrid_has_figures(family: str) -> None:
         assert row["name"] not in named
         assert 0 < row["decay_mean"] < 1
         assert row["memory"] > 0
-        known = row["kind"] in ("Mamba", "Mamba-2", "gated delta rule")
+        known = row["kind"] in ("Mamba", "Mamba-2", "gated delta rule", "RG-LRU")
         assert (row["state_norm"] > 0) == known
 
 
@@ -195,9 +195,31 @@ def test_decays_that_no_token_changes_are_those_of_the_weights() -> None:
         seen.implied_map("blocks.0.attention", 0)
 
 
-def test_layers_whose_recurrence_is_not_read_are_listed() -> None:
+def test_a_gated_linear_unit_has_the_decays_of_its_gates() -> None:
     model, given = tiny_models.ready("recurrent_gemma")
+    (unit,) = (x for x in model.modules() if type(x).__name__ == "RecurrentGemmaRglru")
+    heads, width = unit.num_attention_heads, unit.block_width
+    entered: list[Tensor] = []
+    handle = unit.register_forward_pre_hook(lambda _, given: entered.append(given[0]))
     with torch.no_grad(), hw.watch(model) as seen:
         model(**given)
-    assert {row["kind"] for row in seen.others} == {"RG-LRU"}
+    handle.remove()
+    x = entered[0].unflatten(2, (heads, width))
+    gate = torch.einsum("bnhi,hij->bnhj", x, unit.recurrent_gate_weight) + unit.recurrent_gate_bias
+    rate = torch.nn.functional.softplus(unit.recurrent_param).unflatten(0, (heads, width))
+    decay = -8 * gate.sigmoid() * rate  # its logarithm
+    norms = unit.recurrent_states.unflatten(1, (heads, width)).norm(dim=-1).mean(0)
+    assert seen.others["head"] == [*range(heads)]
+    for head, row in enumerate(seen.others):
+        mine = decay[:, :, head].detach()
+        assert row["decay_mean"] == pytest.approx(float(mine.exp().mean()), rel=1e-4)
+        assert row["memory"] == pytest.approx(-1 / float(mine.mean()), rel=1e-4)
+        assert row["state_norm"] == pytest.approx(float(norms[head].detach()), rel=1e-4)
+
+
+def test_layers_whose_recurrence_is_not_read_are_listed() -> None:
+    model, given = tiny_models.ready("fnet")
+    with torch.no_grad(), hw.watch(model) as seen:
+        model(**given)
+    assert {row["kind"] for row in seen.others} == {"Fourier transform"}
     assert all(row["decay_mean"] != row["decay_mean"] for row in seen.others)

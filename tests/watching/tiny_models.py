@@ -70,7 +70,7 @@ SIZES: dict[str, Any] = {
     },
     **{"n_shared_experts": 1, "attn_layer_offset": 1, "n_mamba_heads": 4, "prediction_length": 4},
     **{"mamba_expand": 1, "expand": 1, "crop_size": 32, "default_language": "en_XX"},
-    **{"lags_sequence": [1, 2], "context_length": 16},
+    **{"lags_sequence": [1, 2], "context_length": 16, "block_types": ["recurrent", "attention"]},
 }
 """Settings that make a config tiny, by the names that families use."""
 

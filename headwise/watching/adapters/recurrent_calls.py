@@ -20,6 +20,7 @@ from headwise.watching.recorder.other_layers import (
     FUNCTIONS,
     MAMBA,
     MAMBA2,
+    RG_LRU,
     Recurrence,
     other_kinds,
 )
@@ -87,6 +88,8 @@ def _read(name: str, given: dict[str, Any], out: Any) -> Recurrence:
         return _mamba2(given, state)
     if FUNCTIONS[name] == MAMBA:
         return _mamba(given, state)
+    if FUNCTIONS[name] == RG_LRU:
+        return _rg_lru(given, state)
     q, k = (given[side].detach().float() for side in ("query", "key"))
     if given["use_qk_l2norm_in_kernel"]:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
@@ -108,6 +111,17 @@ def _mamba(given: dict[str, Any], state: Tensor | None) -> Recurrence:
     none = decay.new_zeros(*decay.shape[:3], 0)
     state = None if state is None else state.detach()[:, None]
     return Recurrence(none, none, decay, decay[..., 0], False, state, False)
+
+
+def _rg_lru(given: dict[str, Any], state: Tensor | None) -> Recurrence:
+    """A gated linear unit whose channels have a decay each, in the blocks of its heads."""
+    heads = given["self"].num_attention_heads
+    decay = given["recurrent_gate"].detach().float().unflatten(2, (heads, -1))
+    decay = decay.clamp_min(torch.finfo(torch.float32).tiny).log()
+    none = decay.new_zeros(*decay.shape[:3], 0)
+    state = None if state is None else state.detach().unflatten(1, (heads, -1))
+    begun = given["recurrent_states"] is not None
+    return Recurrence(none, none, decay, decay[..., 0], False, state, begun)
 
 
 def _mamba2(given: dict[str, Any], state: Tensor | None) -> Recurrence:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headwise.watching.table import Table, Value
 
 DELTA, KIMI, MAMBA2, MAMBA = "gated delta rule", "Kimi delta attention", "Mamba-2", "Mamba"
+RG_LRU = "RG-LRU"
 FUNCTIONS = {
     "torch_chunk_gated_delta_rule": DELTA,
     "torch_recurrent_gated_delta_rule": DELTA,
@@ -20,8 +21,9 @@ FUNCTIONS = {
     "recurrent_kimi_delta_attention": KIMI,
     "mamba2_chunk_scan": MAMBA2,
     "mamba_selective_scan": MAMBA,
+    "_rnn_scan": RG_LRU,
 }
-"""Functions of transformers' files that run a recurrence, and what they compute."""
+"""Functions of transformers' files and classes that run a recurrence, and what they compute."""
 
 NAMES = (
     (r"GatedDeltaNet$", DELTA),
@@ -30,7 +32,7 @@ NAMES = (
     (r"LightningAttention$", "lightning attention"),
     (r"Retention$", "retention"),
     (r"Rwkv\w*(Attention|SelfAttention|LinearAttention)$|RWKV\w*Attention$", "RWKV"),
-    (r"RecurrentBlock$|RgLru$", "RG-LRU"),
+    (r"RgLru$|RGLRU$", RG_LRU),
     (r"mLSTM\w*Layer$|xLSTMLayer$", "mLSTM"),
     (r"ShortConv$", "short convolution"),
     (r"BasicFourierTransform$", "Fourier transform"),
