@@ -21,8 +21,8 @@ ORDER: dict[str, list[str]] = {
     "handbook": ["from-formula-to-transformer", "handbook/index"] + [
         f"handbook/{chapter}"
         for chapter in (
-            "formula", "scale", "heads", "pruning", "explanation", "positions", "masks",
-            "qk", "dot", "rivals", "cost", "translation",
+            "formula", "scale", "atlas", "heads", "pruning", "explanation", "positions", "masks",
+            "qk", "dot", "rivals", "memory", "cost", "translation", "settings",
         )
     ],
     "evidence": [

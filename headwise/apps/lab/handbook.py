@@ -33,8 +33,8 @@ Folders = Sequence[Path]
 
 CHAPTERS = Path(__file__).parent / "chapters"
 ORDER = (
-    *("index", "formula", "scale", "heads", "pruning", "explanation", "positions", "masks"),
-    *("qk", "dot", "rivals", "cost", "translation"),
+    *("index", "formula", "scale", "atlas", "heads", "pruning", "explanation", "positions"),
+    *("masks", "qk", "dot", "rivals", "memory", "cost", "translation", "settings"),
 )
 """The chapters in the order of someone who prepares to explain attention."""
 DIRECTIVE = re.compile(r"\{\{(\w+)((?: [^ }]+)*)\}\}")
