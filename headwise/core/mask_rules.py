@@ -62,52 +62,19 @@ def to_mask(rule: Rule, padding: Tensor | None, grid: Grid, tile: Callable[..., 
     queries = len(grid.queries)
     if shown is None:
         return _by_tiles(tile, grid.batch, queries, grid.keys, stands, begins)
+    return bounded_mask(shown, grid) or masks.lengths(grid.keys)
+
+
+def bounded_mask(shown: KeyBounds, grid: Grid) -> Mask | None:
+    """The mask of these bounds; None if they show everything."""
     bounds = (shown.first - grid.first_key, shown.last - grid.first_key)
     first, last = (x.clamp(0, grid.keys).int() for x in bounds)
     begins = (shown.begins - grid.first_key).int()
     if not bool(first.any() | (last < grid.keys).any() | begins.any()):
-        return masks.lengths(grid.keys)  # everything, in the form that engines handle best
-    wide = torch.broadcast_shapes(first.shape, last.shape, (1, 1, queries))
-    return interval_mask(first.expand(wide), last.expand(wide), stands, begins)
-
-
-def simple_mask(rule: Rule, queries: tuple[int, int], keys: tuple[int, int]) -> Mask | None:
-    """Make a mask of a known rule, in the words it would be written in; None shows everything.
-
-    `queries` and `keys` are numbered from their first to behind their last. Padding and packing are
-    passed over: the sequence is whole. KeyError if the rule is not known.
-    """
-    if getattr(rule, "__module__", None) != "transformers.masking_utils":
-        raise KeyError(rule)
-    name, inner = rule.__qualname__.split(".")[0], _closure(rule)
-    stands = queries[0] - keys[0]
-    offset = None if queries[1] == keys[1] else stands
-    if name == "causal_mask_function":
-        return masks.causal(offset)
-    window = inner.get("sliding_window", 1)
-    if window < 0:
-        raise ValueError(f"sliding_window={window} must be a positive integer")
-    if window == 0:
-        return masks.lengths(0)
-    if name == "sliding_window_overlay":
-        return masks.window(inner["sliding_window"] - 1, keys[1], offset)
-    if name == "sliding_window_bidirectional_overlay":
-        return masks.window(inner["sliding_window"], inner["sliding_window"], offset)
-    if name == "chunked_overlay":
-        size = inner["chunk_size"]
-        first = torch.arange(*queries) // size * size - keys[0]
-        return masks.between(first.clamp_min(0), (first + size).clamp_min(0))
-    if name in ("bidirectional_mask_function", "packed_sequence_mask_function",
-                "padding_mask_function"):  # fmt: skip
         return None
-    if name != "and_masks":
-        raise KeyError(name)
-    whole: Mask | None = None
-    for each in inner["mask_functions"]:
-        part = simple_mask(each, queries, keys)
-        # Causal first, as it is written: causal() & window(3).
-        whole = part if whole is None else whole if part is None else part & whole
-    return whole
+    wide = torch.broadcast_shapes(first.shape, last.shape, (1, 1, len(grid.queries)))
+    stands = int(grid.queries[0]) - grid.first_key
+    return interval_mask(first.expand(wide), last.expand(wide), stands, begins)
 
 
 def by_rows(
@@ -153,7 +120,10 @@ def _by_tiles(
 
 
 def known(rule: Rule, grid: Grid) -> KeyBounds | None:
-    """The keys that a rule of transformers' masking_utils shows; None if it is not known here."""
+    """The keys that a rule of transformers' masking_utils shows; None if it is not known here.
+
+    Tensors without numbers, of a model that is only counted, tell nothing: it is one sequence.
+    """
     if getattr(rule, "__module__", None) != "transformers.masking_utils":
         return None
     name, inner = rule.__qualname__.split(".")[0], _closure(rule)
@@ -190,6 +160,8 @@ def _causal(grid: Grid) -> KeyBounds:
 
 
 def _window(grid: Grid, sliding_window: int) -> KeyBounds:
+    if sliding_window < 0:
+        raise ValueError(f"sliding_window={sliding_window} must be a positive integer")
     everything = _bidirectional(grid)
     first = grid.queries[None, None] - sliding_window + 1
     return KeyBounds(first, everything.last, everything.begins)
@@ -201,6 +173,8 @@ def _window_both_ways(grid: Grid, sliding_window: int) -> KeyBounds:
 
 
 def _chunked(grid: Grid, chunk_size: int, left_padding: Tensor) -> KeyBounds:
+    if left_padding.is_meta:
+        left_padding = torch.zeros(1, dtype=torch.int64)
     start = left_padding.to(grid.queries.device).reshape(-1, 1, 1)
     first = (grid.queries - start).div(chunk_size, rounding_mode="floor") * chunk_size + start
     return KeyBounds(first, first + chunk_size, _bidirectional(grid).begins)
@@ -208,6 +182,8 @@ def _chunked(grid: Grid, chunk_size: int, left_padding: Tensor) -> KeyBounds:
 
 def _packed(grid: Grid, packed_sequence_mask: Tensor) -> KeyBounds:
     """One number per token, (B, tokens), that grows from each sequence to the next."""
+    if packed_sequence_mask.is_meta:
+        return _bidirectional(grid)
     ids = packed_sequence_mask.to(grid.queries.device).contiguous()
     own = ids[:, grid.queries].contiguous()
     first = torch.searchsorted(ids, own)[:, None]
@@ -217,6 +193,8 @@ def _packed(grid: Grid, packed_sequence_mask: Tensor) -> KeyBounds:
 
 def _padding(grid: Grid, padding_mask: Tensor) -> KeyBounds | None:
     """Tokens that are not padding, (B, tokens) bool; None if they are not one stretch."""
+    if padding_mask.is_meta:
+        return _bidirectional(grid)
     real = padding_mask.to(grid.queries.device, torch.bool)[:, : grid.first_key + grid.keys]
     bounds = row_bounds(real[:, None, None].contiguous())
     if bounds is None:

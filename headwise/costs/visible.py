@@ -62,11 +62,12 @@ def closed_form(mask: Mask | None, queries: int, keys: int) -> str | None:
     square = queries == keys
     if mask is None:
         return "s²" if square else "st"
-    if isinstance(mask, Causal) and mask.offset is None:
+    at_the_end = (None, keys - queries)
+    if isinstance(mask, Causal) and mask.offset in at_the_end:
         if queries > keys:
             return "t(t+1)/2"
         return "s(s+1)/2" if square else "s(t−s) + s(s+1)/2"
-    width = window_width(mask)
+    width = window_width(mask, at_the_end)
     if width is None or queries > keys:
         return None
     if width >= keys:
@@ -76,13 +77,16 @@ def closed_form(mask: Mask | None, queries: int, keys: int) -> str | None:
     return "sw" if keys - queries + 1 >= width else None
 
 
-def window_width(mask: Mask | None) -> int | None:
-    """The keys that a row of `causal() & window(w - 1)` sees, w; None for any other mask."""
+def window_width(mask: Mask | None, offsets: tuple[int | None, ...] = (None,)) -> int | None:
+    """The keys that a row of `causal() & window(w - 1)` sees, w; None for any other mask.
+
+    `offsets` are those at which queries and keys end together.
+    """
     if not isinstance(mask, Both):
         return None
     for one, other in ((mask.a, mask.b), (mask.b, mask.a)):
-        plain = isinstance(one, Causal) and one.offset is None
-        if plain and isinstance(other, Window) and other.offset is None and other.right >= 0:
+        plain = isinstance(one, Causal) and one.offset in offsets
+        if plain and isinstance(other, Window) and other.offset in offsets and other.right >= 0:
             return other.left + 1 if other.left >= 0 else None
     return None
 

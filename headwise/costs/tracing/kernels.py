@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from headwise import api
 from headwise import mask as masks
 from headwise.core.intervals import Mask
-from headwise.core.mask_rules import by_rows, simple_mask
+from headwise.core.mask_rules import Grid, bounded_mask, by_rows, known
 from headwise.core.patterns import Causal
 from headwise.costs.kernel import Kernel
 from headwise.costs.tracing.attention_calls import fused, headwise_attention
@@ -82,15 +82,15 @@ def mask(
     assert queries is not None
     place = recorder.place(1, queries, kv_length)
     rows = queries * recorder.work.ranks.cp
-    try:
-        found = simple_mask(
-            mask_function, (q_offset, q_offset + rows), (kv_offset, kv_offset + place.keys)
-        )
-    except KeyError:
+    grid = Grid(1, torch.arange(q_offset, q_offset + rows), kv_offset, place.keys)
+    shown = known(mask_function, grid)
+    if shown is not None:
+        found = bounded_mask(shown, grid)
+    else:
         if queries * kv_length > ANSWERED:
             raise ValueError(
                 "its mask is a rule of its own, and the sequence is too long to ask it"
-            ) from None
+            )
         sizes = (1, 1, queries, kv_length)
         found = by_rows(mask_function, sizes, torch.device("cpu"), q_offset - kv_offset, None)
     narrower = recorder.work.mask
