@@ -123,7 +123,6 @@ def begin(
     acc = shrink
     if values is not None:
         WIDTH: gl.constexpr = values.shape[-1]
-        mbarrier.wait(barriers[4].index(at), (done // STAGES) & 1)
         acc = gl.zeros([GROUP, WIDTH], gl.float32, SUMS)
     return acc, weights, shrink, state
 
@@ -142,7 +141,7 @@ def absorb(
     )  # fmt: skip
     TYPE: gl.constexpr = keys[0].dtype
     at, turn = (done + n) % STAGES, ((done + n) // STAGES) & 1
-    last = (done + n - 1) % STAGES
+    last, last_turn = (done + n - 1) % STAGES, ((done + n - 1) // STAGES) & 1
     zero = gl.zeros([GROUP, KEYS], gl.float32, SCORES)
     mbarrier.wait(keys_full.index(at), turn)
     mbarrier.wait(turns.index(w), (done + n) & 1)
@@ -153,6 +152,7 @@ def absorb(
         SUMS: gl.constexpr = acc.type.layout
         p = gl.convert_layout(unpacked(weights, TYPE), gl.DotOperandLayout(0, SUMS, 2))
         acc = acc * along(shrink, SUMS)
+        mbarrier.wait(values_full.index(last), last_turn)
         summed = warpgroup_mma(p, whole_tile(values, last), acc, is_async=True)
     mbarrier.arrive(turns.index((w + 1) % turns.shape[0]), count=1)
     s = warpgroup_mma_wait(0 if values is None else 1, deps=(scores,))
@@ -163,9 +163,6 @@ def absorb(
         j0, seen = first_key(n, extent, KEYS, PIECES), (bounds[0], bounds[1], bounds[4])
     weights, state, shrink = soften(s, state, j0, seen, z, written, TYPE, False, MASKED, MOMENTS)
     if values is not None:
-        # Without this wait, which the next product needs, the compiler would put the one for the
-        # last product before the softmax.
-        mbarrier.wait(values_full.index(at), turn)
         acc, p = warpgroup_mma_wait(0, deps=(summed, p))
         mbarrier.arrive(values_empty.index(last), count=1)
     return acc, weights, shrink, state
@@ -178,11 +175,12 @@ def last_product(
 ):  # fmt: skip
     """Multiply an item's last block by its values while its statistics are written; return out."""
     acc, weights, shrink, state = sums
-    values_empty = barriers[5]
+    values_full, values_empty = barriers[4], barriers[5]
     SUMS: gl.constexpr = acc.type.layout
-    at = n % STAGES
+    at, turn = n % STAGES, (n // STAGES) & 1
     p = gl.convert_layout(unpacked(weights, TYPE), gl.DotOperandLayout(0, SUMS, 2))
     acc = acc * along(shrink, SUMS)
+    mbarrier.wait(values_full.index(at), turn)
     summed = warpgroup_mma(p, whole_tile(values, at), acc, is_async=True)
     weight = finish(state, b, h, i, z, sinks, written, ROWS)
     acc, p = warpgroup_mma_wait(0, deps=(summed, p))
