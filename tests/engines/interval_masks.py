@@ -56,5 +56,6 @@ def hide(x: Tensor, mask: hw.mask.Mask | None, n: int) -> Tensor:
     if mask is None:
         return x
     m, heads = x.shape[2], x.shape[1]
-    seen = mask.to_dense(Place(B, H, n, m, offset=m - n)).expand(B, H, n, m)
+    place = Place(B, H, n, m, offset=m - n, device=x.device)
+    seen = mask.to_dense(place).expand(B, H, n, m)
     return x.masked_fill(~seen.unflatten(1, (heads, -1)).any(2).any(2)[..., None], torch.nan)
