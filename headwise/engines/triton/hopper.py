@@ -15,7 +15,6 @@ from headwise.engines.triton.limits import WIDEST
 
 HOPPER_GENERATION = 9
 LONG = 4096  # queries and keys from which this forward is faster than cuDNN's (docs/gpu.md)
-AHEAD = 128  # head width up to which it is
 
 
 class Hopper(Triton):
@@ -73,13 +72,9 @@ class Hopper(Triton):
     def priority(self, problem: Problem) -> int:
         """Come before PyTorch's kernels for long inputs of wide heads without gradients."""
         q, k, v = problem.q, problem.k, problem.v
-        band, rest = problem.band()
-        widest = max(q.shape[-1], v.shape[-1])
-        if band is None or rest is not None or widest > AHEAD:  # until each kind has been timed
-            return TRITON.rank
         learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         long = min(q.shape[2], k.shape[2]) >= LONG
-        ahead = long and not learning and q.shape[-1] > 64 and widest <= AHEAD
+        ahead = long and not learning and q.shape[-1] > 64
         return 0 if ahead else self.rank
 
     @property
