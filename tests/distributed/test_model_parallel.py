@@ -347,6 +347,11 @@ def test_shares_of_heads_need_not_be_equal() -> None:
     assert (layer.heads, layer.own) == (5, range(3, 5))
     with pytest.raises(ValueError, match="differ in the heads of a"):
         numbered(("dp",), everyone, (1,))
+    twice = {(n, *share): parts for n in (0, 1) for share, parts in everyone.items()}
+    assert numbered(("dp", "tp"), twice, (1, 1))[0].own == range(3, 5)
+    twice[1, 0] = [LayerPart("a", "self", 4)]  # one share of two
+    with pytest.raises(ValueError, match=r"differ in the heads of a: they have \[2, 3, 4\]"):
+        numbered(("dp", "tp"), twice, (1, 1))
 
 
 def test_a_rank_may_not_watch_a_layer_that_others_watch() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise.models import GPT, GPTConfig
 from headwise.nn import SwiGLU
-from headwise.watching import Alarm, rules
+from headwise.watching import Alarm, Table, rules
 from headwise.watching.rules import (
     RULES,
     DeadHead,
@@ -21,6 +21,7 @@ from headwise.watching.rules import (
     LogitGrowth,
     Rule,
     SinkTakeOver,
+    SpanWeight,
 )
 
 WIDTH, HEADS, LENGTH = 32, 4, 48
@@ -152,6 +153,14 @@ def test_a_head_at_the_limit_does_not_rest_on_the_first_token() -> None:
     assert raised(model, x, SinkTakeOver(mass=least, heads=0.8)) == []
     (alarm,) = raised(model, x, SinkTakeOver(mass=least - 1e-6, heads=0.8))
     assert alarm.says == "4 of 4 heads rest on the first token"
+
+
+def test_weight_at_the_limit_of_a_span_is_no_alarm() -> None:
+    table = Table([{"layer": 0, "kind": "self", "head": 0, "span_text_mean": 0.25}])
+    for limit in ({"above": 0.25}, {"below": 0.25}):
+        assert not list(SpanWeight("text", **limit).check(table, []))
+    assert list(SpanWeight("text", above=0.2).check(table, []))
+    assert list(SpanWeight("text", below=0.3).check(table, []))
 
 
 def test_short_rows_that_see_little_else_than_the_first_token_are_no_take_over() -> None:
