@@ -103,6 +103,18 @@ def test_budgets_per_head_are_those_of_each_head() -> None:
     torch.testing.assert_close(found, each)
 
 
+def test_a_weighted_map_keeps_weights_times_lengths_of_values() -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 8, dtype=torch.float64).unbind(0)
+    amap = hw.attention_map(q, k, v, mask=hw.mask.causal()).weighted()
+    p, near = amap[:], torch.ones(20, 20, dtype=torch.bool).tril().triu(-3)
+    torch.testing.assert_close(amap.kept(hw.sparse.Window(3)), (p * near).sum(-1))
+    torch.testing.assert_close(amap.recall(hw.sparse.Window(3)).mass, (p * near).sum(-1))
+    largest = p.sort(dim=-1, descending=True).values
+    torch.testing.assert_close(amap.kept((1, 4))[..., 1], largest[..., :4].sum(-1))
+    fewest = (largest.cumsum(-1) < 0.9 * p.sum(-1, keepdim=True)).sum(-1) + 1
+    assert torch.equal(amap.needed(0.9), fewest)
+
+
 def test_no_choice_of_blocks_keeps_more_than_the_exact_one() -> None:
     q, k = torch.randn(2, 1, 4, 64, 8).unbind(0)
     amap = hw.attention_map(q, k, mask=hw.mask.causal())
