@@ -13,7 +13,12 @@ export interface State {
   sample: boolean;
   device: string;
   /** Of a file: the heads whose maps are inside. */
-  static?: { heads: RecordedHead[]; reasons?: number[] };
+  static?: {
+    heads: RecordedHead[];
+    reasons?: number[];
+    effects?: (HeadPlace & { row: number })[]; // maps by effect on the prediction of a row
+    hideable?: number; // edges, and heads, of a prediction
+  };
   /** Which pages something answers for. */
   pages: Record<string, boolean>;
   model: Model | null;
@@ -78,21 +83,22 @@ export interface Group {
   looks: 'text' | 'image' | null;
 }
 
-/** A head whose map is in a file, and how many of its levels are. */
-export interface RecordedHead {
+/** The place of a head in a model. */
+export interface HeadPlace {
   group: GroupId;
   layer: number;
   head: number;
+}
+
+/** A head whose map is in a file, and how many of its levels are. */
+export interface RecordedHead extends HeadPlace {
   levels: number;
   of: number;
 }
 
 /** The address of a head. */
-export interface HeadAddress {
+export interface HeadAddress extends HeadPlace {
   input: string;
-  group: GroupId;
-  layer: number;
-  head: number;
 }
 
 export interface HeadFigures {

@@ -128,7 +128,7 @@ def test_of_a_long_text_the_chosen_heads_are_inside(
     data = written(long, tmp_path / "file.html", static, "4.6", "self:5.1", limit=4_000_000)
     inside = data["answers"]["/api/state"]["json"]["static"]["heads"]
     assert [(x["layer"], x["head"]) for x in inside] == [(4, 6), (5, 1)]
-    maps = {at.split("/tile/")[0] for at in data["answers"] if "/tile/" in at}
+    maps = {at.split("/tile/")[0] for at in data["answers"] if "/map/" in at and "/tile/" in at}
     assert maps == {"/api/inputs/0/map/self/4/6", "/api/inputs/0/map/self/5/1"}
     leaves = [at for at in data["answers"] if "self/4/6/tile/1/" in at]
     assert "/api/inputs/0/map/self/4/6/tile/1/1/0?how=mean&drop=0" not in leaves  # empty: causal

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from headwise import Edge
 from headwise.apps.look.serving import page_file
 from tests.apps.look.conftest import Served, Visits
 from tests.apps.look.test_page_narrow import try_widths
@@ -63,8 +64,33 @@ def test_a_file_holds_the_edges_of_a_short_text(dog: Served, visit: Visits, tmp_
     file = tmp_path / "dog.html"
     page_file.write(dog.session, file, [], 20_000_000)
     page = visit(f"{file.as_uri()}#/reasons?row=10", offline=True)
+    told = dog.session.reasons("0", 10)
     expect(page.locator("[data-answer]")).to_contain_text("After My the model predicts")
-    expect(page.get_by_role("button", name="Hide this edge")).to_be_disabled()
+    hide = page.locator("[data-chosen]").get_by_role("button", name="Hide this edge")
+    hide.click()
+    hidden = page.locator("[data-hidden]")
+    expect(hidden.get_by_role("heading", name="Without 1 edge")).to_be_visible()
+    first, head = told.edges(1)[0], told.heads()[0]
+    predictor, module = told.read.predictor, told.read.main.head(f"{first.layer}.{first.head}").module
+    assert predictor is not None
+    edge = Edge(module, first.head, first.key, (first.query, first.query + 1))
+    outcome, *_ = predictor.compare(10, [edge])[0]
+    row = hidden.get_by_role("row", name=re.compile(f"^{re.escape(outcome.name.strip())} "))
+    after = row.get_by_role("cell").last
+    assert float(after.inner_text().strip("<%")) == pytest.approx(100 * outcome.after, rel=0.01)
+    page.locator("[data-heads] button").first.click()  # a file has each answer alone
+    expect(page.get_by_role("heading", name="Without 1 head")).to_be_visible()
+    assert page.locator("[data-heads] button").first.inner_text().startswith(
+        f"{head.layer}.{head.head}"
+    )
+    page.locator("[data-edge='9']").dispatch_event("click")
+    expect(hide).to_be_disabled()  # one that is not among the first
+    page.locator("[data-edge='0']").dispatch_event("click")
+    page.locator("[data-chosen]").get_by_role("link", name="Open the head").click()
+    expect(page).to_have_url(re.compile("of=10"))
+    expect(page.get_by_role("figure", name=re.compile("effect on the prediction"))).to_be_visible()
+    page.get_by_role("radio", name="weight", exact=True).click()
+    expect(page).not_to_have_url(re.compile("of="))
 
 
 def test_a_heads_map_is_coloured_by_effect_down_to_single_edges(dog: Served, visit: Visits) -> None:

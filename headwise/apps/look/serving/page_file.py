@@ -36,7 +36,8 @@ MOST_EXPLAINED = 32
 """Tokens of a text of which each prediction is explained; of a longer one, the last."""
 
 EXPLAINED = 6
-"""Edges of a prediction whose heads are inside with their maps of support."""
+"""Edges of a prediction that are inside with the maps of their heads by support and with the
+prediction without them, and heads with the prediction without them."""
 
 
 def write(
@@ -82,6 +83,7 @@ class Recorded:
         self.session, self.room = session, room - 4096  # the state is written last
         self.answers: dict[str, dict[str, Any]] = {}
         self.reasons: list[int] = []  # rows whose predictions are explained
+        self.effects: list[dict[str, Any]] = []  # maps coloured by the effect on one of them
         (self.id, self.atlas), *_ = session.atlases.items()
         self.base = f"/api/inputs/{self.id}"
 
@@ -101,10 +103,16 @@ class Recorded:
         return self._record_maps(leading, [pair for pair in heads if pair not in leading])
 
     def record_more_reasons(self) -> None:
-        """The edges behind the other predictions of a short text, as far as they fit."""
+        """The other predictions of a short text, and maps by effect, as far as they fit."""
         rows = len(self.atlas.input.main.rows)
         if rows <= MOST_EXPLAINED:
             self._record_reasons(range(rows - 2, -1, -1))
+        for row in self.reasons:
+            asked = f"{self.base}/reasons/{row}"
+            for edge in self.answers[asked]["json"]["edges"][:EXPLAINED]:
+                if self.may([f"{asked}/{_place(edge)}/tile/0/0/0"]):
+                    head = {name: edge[name] for name in ("group", "layer", "head")}
+                    self.effects.append({"row": row, **head})
 
     def _record_reasons(self, rows: Iterable[int]) -> None:
         read = self.atlas.input
@@ -115,8 +123,13 @@ class Recorded:
             if not self.may([asked]):
                 return
             self.reasons.append(row)
-            for edge in self.answers[asked]["json"]["edges"][:EXPLAINED]:
-                self.may([f"{asked}/{edge['group']}/{edge['layer']}/{edge['head']}"])
+            told = self.answers[asked]["json"]
+            for edge in told["edges"][:EXPLAINED]:
+                self.may([f"{asked}/{_place(edge)}"])
+            for each in told["edges"][:EXPLAINED] + told["heads"][:EXPLAINED]:
+                name = f"{each['group']}:{each['layer']}.{each['head']}"
+                at = f":{each['query']}:{each['key']}" if "key" in each else ""
+                self.may([f"{asked}/without?edges={name}{at}"])
 
     def _record_group(self, group: Group) -> None:
         for axis, tokens in (("rows", group.rows), ("columns", group.columns)):
@@ -202,9 +215,18 @@ class Recorded:
         state = self.session.state()
         state["pages"] = dict.fromkeys(state["pages"], False) | {"heads": True}
         state["inputs"] = [each for each in state["inputs"] if each["id"] == self.id]
-        state["static"] = {"heads": heads, "reasons": sorted(self.reasons)}
+        state["static"] = {
+            "heads": heads,
+            "reasons": sorted(self.reasons),
+            "effects": self.effects,
+            "hideable": EXPLAINED,
+        }
         answers = {"/api/state": {"json": with_chinese(state)}, **self.answers}
         return {"version": state["version"], "answers": answers}
+
+
+def _place(edge: dict[str, Any]) -> str:
+    return f"{edge['group']}/{edge['layer']}/{edge['head']}"
 
 
 def _inside(group: Group, head: Head, levels: int) -> dict[str, Any]:

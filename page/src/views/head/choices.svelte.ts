@@ -4,7 +4,7 @@ import type { Scale } from '../../lib/colour';
 import type { Look } from '../../lib/look.svelte';
 import { cellsOf, headsOf } from '../../lib/lookup';
 import type { Changes } from '../../lib/router.svelte';
-import type { HeadAddress, How, Over } from '../../lib/types';
+import type { HeadAddress, HeadPlace, How, Over } from '../../lib/types';
 import { MOST_HEADS } from './beside.svelte';
 import type { Place } from './view';
 
@@ -64,9 +64,8 @@ export class Choices {
   /** The number of levels of the open head's map; a file may not hold all. */
   get levels(): number {
     const { head } = this;
-    const inside = this.#look.state?.static?.heads.find(
-      (each) => each.group === head?.group && each.layer === head.layer && each.head === head.head,
-    );
+    if (this.of !== null) return this.#look.transport.kind === 'file' ? 1 : Infinity;
+    const inside = this.#look.state?.static?.heads.find((each) => samePlace(each, head));
     return inside?.levels ?? Infinity;
   }
 
@@ -84,18 +83,31 @@ export class Choices {
   /** The row whose prediction the map is coloured by: by effects; null: by weights. */
   get of(): number | null {
     const row = this.#look.router.number('of', NaN);
-    const known = this.explained && Number.isInteger(row);
-    return known && row >= 0 && row < this.#predicted ? row : null;
+    return this.#explained(row) ? row : null;
   }
 
-  /** There are predictions to colour the map by; a file holds no tiles of effects. */
+  /** There are predictions to colour the map by. */
   get explained(): boolean {
-    return this.#predicted > 0 && this.#look.transport.kind !== 'file';
+    return this.of !== null || this.#explained(this.lastOf);
   }
 
-  /** The rows of the input's predictions; the last one is explained unless another one is named. */
+  /** A file has maps of effects of a few heads. */
+  #explained(row: number): boolean {
+    if (!Number.isInteger(row) || row < 0 || row >= this.#predicted) return false;
+    return this.#look.transport.kind !== 'file' || this.#recorded.includes(row);
+  }
+
+  /** The rows whose predictions a file's map of the open head may be coloured by. */
+  get #recorded(): number[] {
+    return (this.#look.state?.static?.effects ?? [])
+      .filter((each) => samePlace(each, this.head))
+      .map((each) => each.row);
+  }
+
+  /** The row whose prediction is explained unless another one is named: the last one there is. */
   get lastOf(): number {
-    return this.#predicted - 1;
+    const file = this.#look.transport.kind === 'file';
+    return file ? Math.max(-1, ...this.#recorded) : this.#predicted - 1;
   }
 
   get #predicted(): number {
@@ -229,4 +241,8 @@ export class Choices {
     const value = this.#look.router.number(name, NaN);
     return Number.isInteger(value) && value >= 0 && value < length ? value : null;
   }
+}
+
+function samePlace(one: HeadPlace, other: HeadPlace | null): boolean {
+  return one.group === other?.group && one.layer === other.layer && one.head === other.head;
 }

@@ -34,12 +34,17 @@ const STEP = 52;
 const WIDEST = 9;
 const GAP = 0.6; // of a column, where tokens are left out
 
-/** Where everything stands in a room so wide; `row` is the prediction's place. */
-export function flow(edges: readonly ReasonEdge[], groups: Group[], row: number, room: number) {
+/** Where everything stands in a room so wide; `row` is the prediction's place, if it has one. */
+export function flow(
+  edges: readonly ReasonEdge[],
+  groups: Group[],
+  row: number | null,
+  room: number,
+) {
   const last = groups.at(-1)!;
   const seen = new Map<string, { side: Side; position: number }>();
   const add = (side: Side, position: number) => seen.set(`${side} ${position}`, { side, position });
-  add(sideOf(last.id, 'rows'), row);
+  if (row !== null) add(sideOf(last.id, 'rows'), row);
   for (const edge of edges) {
     add(sideOf(edge.group, 'columns'), edge.key);
     add(sideOf(edge.group, 'rows'), edge.query);
