@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,9 +121,9 @@ def heads_of(
         )
 
 
-def side(layer: WatchedLayer, axes: Mapping[str, Axes]) -> str:
-    """The group that a layer belongs to."""
-    if "self" in axes:
+def side(layer: WatchedLayer, ids: Container[str]) -> str:
+    """The group that a layer belongs to, of those that may be there."""
+    if "self" in ids:
         return "self"
     if layer.kind == "cross":
         return "cross"

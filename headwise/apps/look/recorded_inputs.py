@@ -151,29 +151,32 @@ def _of_text(seen: Recording, shown: Shown) -> list[Group]:
 
 
 def _axes(seen: Recording, shown: Shown) -> dict[str, Axes]:
-    """The tokens of each group's rows and columns."""
+    """The tokens of each group's rows and columns: as many as are given, or as the last layer has.
+
+    Layers of another number, such as those of a vision tower, are in no group.
+    """
     both = any(layer.kind == "cross" for layer in seen.layers)
-    axes: dict[str, Axes] = {} if both else {"self": ((), ())}
+    ids = ("encoder", "decoder", "cross") if both else ("self",)
+    found: dict[str, list[WatchedLayer]] = {id: [] for id in ids}
     for layer in mapped(seen):
-        _, _, rows, columns = layer.map().shape
-        id = side(layer, axes)
-        ours = shown.source if id == "encoder" else shown.tokens
-        theirs = shown.source if id in ("encoder", "cross") else shown.tokens
-        axes[id] = _words(ours, rows, layer), _words(theirs, columns, layer)
-    order = ("self", "encoder", "decoder", "cross")
-    return {id: axes[id] for id in order if id in axes}
+        found[side(layer, found)].append(layer)
+    return {id: _words(id, layers, shown) for id, layers in found.items() if layers}
 
 
-def _words(given: Sequence[str] | None, count: int, layer: WatchedLayer) -> tuple[str, ...]:
-    """The tokens that were given, or their numbers."""
-    if given is None:
-        return _numbered(count)
-    if len(given) != count:
-        raise ValueError(
-            f"{len(given)} tokens were given for {layer.name}, which read {count}; give as "
-            "many tokens as the model read"
-        )
-    return tuple(given)
+def _words(id: str, layers: Sequence[WatchedLayer], shown: Shown) -> Axes:
+    """The tokens that were given for the rows and the columns of some layers, or their numbers."""
+    ours = shown.source if id == "encoder" else shown.tokens
+    theirs = shown.source if id in ("encoder", "cross") else shown.tokens
+    for layer in reversed(layers):
+        pairs = list(zip((ours, theirs), layer.map().shape[2:], strict=True))
+        if all(given is None or len(given) == count for given, count in pairs):
+            rows, keys = (_numbered(n) if given is None else tuple(given) for given, n in pairs)
+            return rows, keys
+    given, count = next((x, n) for x, n in pairs if x is not None and len(x) != n)
+    raise ValueError(
+        f"{len(given)} tokens were given for {layers[0].name}, which read {count}; give as many "
+        "tokens as the model read"
+    )
 
 
 def _in_prompt(places: Sequence[int], shown: Shown) -> Pictures:

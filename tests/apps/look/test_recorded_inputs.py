@@ -119,6 +119,21 @@ def test_pictures_in_the_prompt_of_a_recorded_model() -> None:
     assert not plain.main.pictures
 
 
+def test_the_tokens_of_a_text_are_not_those_of_a_vision_tower() -> None:
+    from tests.watching.test_image_tokens import built, pictures
+
+    model = built("Llava")
+    ids, given = pictures("Llava", model)
+    with torch.no_grad(), hw.watch(model) as seen:
+        model(input_ids=ids, **given)
+    (read,) = inputs(seen, lambda ids: [f" token {id}" for id in ids])
+    assert read.main.rows[0] == f" token {int(ids[0, 0])}"
+    assert read.main.pictures[0].cells == (2, 3, 4, 5)
+    assert "another number of tokens: model.vision_tower" in str(read.notes[0])
+    with pytest.raises(ValueError, match=r"1 tokens were given for .*which read 5"):
+        inputs(seen, ["a"])
+
+
 def test_requests_are_shown_one_by_one() -> None:
     pytest.importorskip("transformers", minversion="5.22")
     from tests.watching.test_continuous_batching import built, served
