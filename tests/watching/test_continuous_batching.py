@@ -122,15 +122,17 @@ def test_requests_are_read_as_if_alone(implementation: str) -> None:
     assert served(model) == tokens  # unwatched
 
 
+@pytest.mark.filterwarnings("ignore:The `paged.` prefix is no longer needed:FutureWarning")
 def test_implementations_agree() -> None:
     model, found = built(dtype=torch.float32), []
-    for implementation in ("paged|eager", "headwise"):
+    for implementation in ("paged|eager", "headwise", "paged|headwise"):
         model.set_attn_implementation(implementation)
         with hw.watch(model, strict=True, maps=False) as seen:
             tokens = served(model)
         found.append((tokens, [row["entropy_mean"] for row in seen.heads()]))
     assert found[0][0] == found[1][0]
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
+    assert found[1] == found[2]
 
 
 def test_caps_and_windows() -> None:

@@ -8,7 +8,8 @@ const en = {
     image:
       'Choose a token of the text to see which parts of the picture look at it. Click a patch, or drag over several, to see which tokens they look at.',
   } as Record<'none' | 'text' | 'image', string>,
-  onPictures: (share: string) => `${share} of the weight is on the picture.`,
+  onPictures: (share: string, count: number) =>
+    `${share} of the weight is on the ${count > 1 ? 'pictures' : 'picture'}.`,
   over: 'Heads',
   overs: { head: 'this one', layer: 'mean of its layer', all: 'mean of all' } as Record<
     'head' | 'layer' | 'all',
