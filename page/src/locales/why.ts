@@ -189,7 +189,7 @@ const en = {
     name: 'Where attention wins',
     title: 'Where attention wins',
     about: (steps: string) =>
-      `Models of equal size saw pairs of a key and a value, then noise, then were asked for values by their keys. Attention keeps every token; a recurrence has to fit what it saw into a state of fixed size, and a convolution sees what its taps reach. Each was trained for ${steps} steps at the rate that suits it best.`,
+      `Models of about the same size saw pairs of a key and a value, then noise, then were asked for values by their keys. Attention keeps every token; a recurrence has to fit what it saw into a state of fixed size, and a convolution sees what its taps reach. Each was trained for ${steps} steps at the rate that suits it best.`,
     dials: {
       parameters: 'Parameters, about',
       distance: 'Distance, tokens',
@@ -401,7 +401,7 @@ const zh: typeof en = {
     name: '注意力在哪里胜出',
     title: '注意力在哪里胜出',
     about: (steps) =>
-      `大小相同的模型先看到若干对键与值，再看到噪声，然后被问到某个键的值。注意力保留每个词元；循环要把看到的装进固定大小的状态；卷积只看得到它的窗口所及。各用最合适的学习率训练了 ${steps} 步。`,
+      `大小相近的模型先看到若干对键与值，再看到噪声，然后被问到某个键的值。注意力保留每个词元；循环要把看到的装进固定大小的状态；卷积只看得到它的窗口所及。各用最合适的学习率训练了 ${steps} 步。`,
     dials: { parameters: '参数量约', distance: '距离（词元）', against: '对手' },
     kinds: {
       best: '最好的对手',

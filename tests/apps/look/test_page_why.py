@@ -266,6 +266,15 @@ def test_the_phase_diagram_shows_the_recorded_lead(visit: Visits) -> None:
     expect(page).to_have_url(re.compile("against=convolution"))
 
 
+@pytest.mark.parametrize("address", ["#/why/scale", "#/lab/scale-atlas"])
+def test_a_long_page_scrolls_and_the_window_does_not(visit: Visits, address: str) -> None:
+    page = visit(address)
+    shown = "After training: an atlas of the scale" if "why" in address else "Verdict"
+    expect(page.get_by_role("region", name=shown)).to_be_attached()
+    # a document that is longer than the window shows an empty screen below the page
+    assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+
+
 @pytest.mark.usefixtures("empty")
 def test_grids_that_are_not_recorded_say_so(visit: Visits) -> None:
     page = visit("#/why/scale")
