@@ -121,8 +121,12 @@ def read_model(name: str) -> Model:
     if not folder.is_file():
         find_model(name)  # a wrong name is refused at once, before the hub is asked
     if name in built_in() or holds_trained_model(folder):
-        settings = Run(folder).settings()
-        config = CONFIGS[settings["task"]].from_dict(settings["model"])
+        run = Run(folder)
+        settings = run.settings()
+        try:
+            config = CONFIGS[settings["task"]].from_dict(settings["model"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{run.config} does not describe a model: {error!r}") from error
         return Model(name, read_architecture(config))
     return Model(name, read_architecture(name))
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from headwise import devices
 from headwise.apps.interface.pictures import check
-from headwise.apps.interface.terminal import bar, shown_in
+from headwise.apps.interface.terminal import bar, explained, shown_in
 from headwise.apps.look import pictures, terminal_view
 from headwise.apps.look import session as sessions
 from headwise.apps.look.atlas import Atlas
@@ -165,7 +165,7 @@ def look(
         raise typer.BadParameter("--lab goes with --out lab.html; the page always has the lab")
     spans = dict(map(named_span, span or ()))
     asked = Asked(model, given(text, file, image), tuple(head or ()), device, spans)
-    try:
+    with explained(zh=False):
         asked.check()
         if lab and out is not None:
             check_place(out, page=True)
@@ -179,8 +179,6 @@ def look(
             write(asked, out, number_of_bytes(limit), picture, beside)
         else:
             serve(asked, port, no_open, beside)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def explain(asked: Asked, token: str, as_json: bool) -> None:

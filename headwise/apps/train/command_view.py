@@ -36,7 +36,8 @@ def explained() -> Iterator[None]:
         if type(error) is RuntimeError:  # torch's own: the traceback says more
             raise
         rank = f" (rank {os.environ['RANK']})" if launched() else ""
-        typer.echo(f"headwise train{rank}: {error}", err=True)
+        said = "\n".join(map(printable, str(error).splitlines()))
+        typer.echo(f"headwise train{rank}: {said}", err=True)
         raise typer.Exit(2) from error
 
 

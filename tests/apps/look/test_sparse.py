@@ -126,6 +126,9 @@ def test_a_transformers_model_has_a_report(tmp_path: Path) -> None:
     survey = Survey(reader, SAMPLE_TEXT, 40, lambda stage, done: None)
     found = survey.measure([4, 16], 4, 0.9, 1.0)
     assert len(found.heads) == 8
+    bare = TransformersTextReader("llama", whole.model, tokeniser, whole.model)
+    with pytest.raises(ValueError, match="does not predict the next token"):
+        Survey(bare, SAMPLE_TEXT, 40, lambda stage, done: None)
     assert [len(points) for points in found.methods.values()] == [2, 2, 2, 2, 1, 2]
     assert found.suggestion.increase <= 1.0
 

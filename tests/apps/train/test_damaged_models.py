@@ -112,3 +112,28 @@ def test_a_command_says_in_a_line_which_file_is_damaged(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 2
         assert isinstance(result.exception, SystemExit)
+
+
+HOSTILE = "\x1b]0;owned\x07\x9b31m\u202e\u2066red"
+COMMANDS = (
+    ["look", "--text", "to be", "--json"], ["look", "--text", "to be", "--terminal"],
+    ["sparse", "--text", "to be or not to be. " * 9], ["cost"], ["train", "score"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join((words[0], words[-1])))
+def test_a_configuration_controls_no_terminal(tmp_path: Path, words: list[str]) -> None:
+    ours, theirs = own_model(tmp_path / "ours"), transformers_model(tmp_path / "theirs")
+    for folder, name, value in (
+        (ours, "task", HOSTILE), (ours, "model", {HOSTILE: 1}), (ours, "model", [HOSTILE]),
+        (theirs, "model_type", HOSTILE), (theirs, "architectures", [HOSTILE]),
+        (theirs, "attn_implementation", HOSTILE),
+    ):  # fmt: skip
+        path = folder / "config.json"
+        content = path.read_text()
+        path.write_text(json.dumps({**json.loads(content), name: value}))
+        result = CliRunner().invoke(app, [*words, str(folder)])
+        assert result.exception is None or isinstance(result.exception, SystemExit), (name, value)
+        written = result.output + (result.stderr if result.stderr_bytes is not None else "")
+        assert not set(written) & set("\x1b\x07\x9b\u202e\u2066"), (name, value)
+        path.write_text(content)

@@ -38,7 +38,8 @@ class Language:
             self.model = reader.whole
             ids = torch.tensor([reader.tokeniser(text, verbose=False)["input_ids"]])
             ids = ids.to(reader.whole.device)
-            if type(reader.whole).__name__.endswith("ForMaskedLM"):
+            masked = type(reader.whole).__name__.endswith("ForMaskedLM")
+            if masked or reader.whole is reader.model:  # which has no output layer
                 raise ValueError(_needs_language(reader))
         else:
             raise ValueError(_needs_language(reader))
