@@ -67,6 +67,15 @@ class Shown:
         """True if the user said that there is a picture."""
         return bool(self.images or self.grids)
 
+    def frames(self, count: int) -> int:
+        """The frames of a video of `count` tokens, by the grid of one of them; a picture is one.
+
+        >>> Shown(grids=((4, 4),)).frames(48), Shown(grids=((4, 4),)).frames(8), Shown().frames(9)
+        (3, 1, 1)
+        """
+        found, rest = divmod(count, math.prod(self.grids[0])) if self.grids else (1, 0)
+        return 1 if rest or not found else found
+
     def read(self, seen: Recording) -> Shown:
         """The same with the tokens that a recording's model read, if a function makes them."""
         if self.pieces is None:
@@ -173,9 +182,10 @@ def _words(id: str, layers: Sequence[WatchedLayer], shown: Shown) -> Axes:
             rows, keys = (_numbered(n) if given is None else tuple(given) for given, n in pairs)
             return rows, keys
     given, count = next((x, n) for x, n in pairs if x is not None and len(x) != n)
+    hint = "; of a model that makes a picture, give image= or grid=, too" if id == "encoder" else ""
     raise ValueError(
         f"{len(given)} tokens were given for {layers[0].name}, which read {count}; give as many "
-        "tokens as the model read"
+        f"tokens as the model read{hint}"
     )
 
 
@@ -212,19 +222,19 @@ def _makes_pictures(seen: Recording, shown: Shown) -> bool:
 def _of_pictures(seen: Recording, shown: Shown) -> list[Group]:
     """The groups of a denoiser: a picture that looks at itself and at the text, at every size."""
     figures = {(row["layer"], row["head"]): row for row in seen.heads()}
-    texts = {_text_of(layer, shown.batch) for layer in mapped(seen)} - {()}
-    count = {len(text) for text in texts}
+    joint = [layer for layer in mapped(seen) if layer.kind == "self"]
+    texts = {len(text) for layer in joint if (text := _text_of(layer, shown.batch))}
     found: dict[_Sizes, list[Head]] = {}
     for layer in mapped(seen):
-        sizes = _Sizes.of(layer, shown.batch, count)
+        sizes = _Sizes.of(layer, shown.batch, texts)
         found.setdefault(sizes, []).extend(heads_of(layer, figures, None, shown.batch))
     order = sorted(found, key=lambda sizes: (ORDER.index(sizes.kind), sizes.rows))
     kinds = [sizes.kind for sizes in order]
-    made = []
-    for sizes in order:
-        group = sizes.group(tuple(found[sizes]), shown, alone=kinds.count(sizes.kind) == 1)
-        made.append(group)
-    return made
+    frames = shown.frames(max(len(sizes.cells) for sizes in order))
+    return [
+        sizes.group(tuple(found[sizes]), shown, frames, alone=kinds.count(sizes.kind) == 1)
+        for sizes in order
+    ]
 
 
 ORDER = ("text", "image", "joint", "cross")
@@ -250,13 +260,17 @@ class _Sizes(NamedTuple):
             return cls("joint", rows, keys, text)
         return cls("text" if rows in texts else "image", rows, keys)
 
-    def group(self, heads: tuple[Head, ...], shown: Shown, alone: bool) -> Group:
-        """The group of these heads; `alone` if there is no other of its kind."""
-        inside = set(self.text)
-        cells = [at for at in range(self.rows) if self.kind == "cross" or at not in inside]
-        pictures = _frames(cells, shown, "rows" if self.kind == "cross" else "both")
+    @property
+    def cells(self) -> tuple[int, ...]:
+        """The rows of the picture, or of all frames of a video."""
         if self.kind == "text":
-            pictures = ()
+            return ()
+        text = set(self.text if self.kind == "joint" else ())
+        return tuple(at for at in range(self.rows) if at not in text)
+
+    def group(self, heads: tuple[Head, ...], shown: Shown, frames: int, alone: bool) -> Group:
+        """The group of these heads; `alone` if there is no other of its kind."""
+        pictures = self._pictures(shown, frames)
         rows, columns = list(_numbered(self.rows)), list(_numbered(self.keys))
         words = self.text or (tuple(range(self.keys)) if self.kind == "text" else ())
         given = shown.source or shown.tokens
@@ -271,7 +285,7 @@ class _Sizes(NamedTuple):
         id, name = self.kind, NAMED[self.kind]()
         if not alone and pictures:
             down, across = pictures[0].grid
-            id = f"{id}_{down}x{across}"
+            id = f"{id}_{self.rows}x{self.keys}"
             name = say("{name}, {down} × {across}", name=name, down=down, across=across)
         square = self.kind != "cross"
         ours = columns if square else rows
@@ -279,6 +293,24 @@ class _Sizes(NamedTuple):
         if self.kind == "image" and len(pictures) == 1:
             made = made.in_patches(pictures[0])
         return _named(made, pictures, "image" if self.text else None)
+
+    def _pictures(self, shown: Shown, frames: int) -> Pictures:
+        """The picture, or the frames of a video, each of the grid that is given or a part of it."""
+        if not self.cells:
+            return ()
+        size, rest = divmod(len(self.cells), frames)
+        if rest:
+            frames, size = 1, len(self.cells)
+        return tuple(
+            Picture(
+                shown.grid(0, size),
+                self.cells[number * size : (number + 1) * size],
+                say("frame {number}", number=number + 1) if frames > 1 else "",
+                shown.images[number] if len(shown.images) == frames else _first(shown.images),
+                "rows" if self.kind == "cross" else "both",
+            )
+            for number in range(frames)
+        )
 
 
 NAMED = {
@@ -296,24 +328,6 @@ def _text_of(layer: WatchedLayer, batch: int) -> tuple[int, ...]:
         return tuple(range(layer.map().shape[3]))
     part = layer.parts.get("text")
     return () if part is None else tuple(part[batch].nonzero()[:, 0].tolist())
-
-
-def _frames(places: Sequence[int], shown: Shown, axis: Literal["both", "rows"]) -> Pictures:
-    """The picture of these tokens, or the frames of a video, each of the grid that is given."""
-    size = math.prod(shown.grids[0]) if shown.grids else len(places)
-    count, rest = divmod(len(places), size)
-    if rest or count < 1:
-        count, size = 1, len(places)
-    return tuple(
-        Picture(
-            shown.grid(0, size),
-            tuple(places[number * size : (number + 1) * size]),
-            say("frame {number}", number=number + 1) if count > 1 else "",
-            shown.images[number] if len(shown.images) == count else _first(shown.images),
-            axis,
-        )
-        for number in range(count)
-    )
 
 
 def _named(group: Group, pictures: Pictures, looks: Literal["text", "image"] | None) -> Group:

@@ -71,7 +71,10 @@ def test_a_file_holds_the_edges_of_a_short_text(dog: Served, visit: Visits, tmp_
     hidden = page.locator("[data-hidden]")
     expect(hidden.get_by_role("heading", name="Without 1 edge")).to_be_visible()
     first, head = told.edges(1)[0], told.heads()[0]
-    predictor, module = told.read.predictor, told.read.main.head(f"{first.layer}.{first.head}").module
+    predictor, module = (
+        told.read.predictor,
+        told.read.main.head(f"{first.layer}.{first.head}").module,
+    )
     assert predictor is not None
     edge = Edge(module, first.head, first.key, (first.query, first.query + 1))
     outcome, *_ = predictor.compare(10, [edge])[0]
@@ -80,8 +83,10 @@ def test_a_file_holds_the_edges_of_a_short_text(dog: Served, visit: Visits, tmp_
     assert float(after.inner_text().strip("<%")) == pytest.approx(100 * outcome.after, rel=0.01)
     page.locator("[data-heads] button").first.click()  # a file has each answer alone
     expect(page.get_by_role("heading", name="Without 1 head")).to_be_visible()
-    assert page.locator("[data-heads] button").first.inner_text().startswith(
-        f"{head.layer}.{head.head}"
+    assert (
+        page.locator("[data-heads] button")
+        .first.inner_text()
+        .startswith(f"{head.layer}.{head.head}")
     )
     page.locator("[data-edge='9']").dispatch_event("click")
     expect(hide).to_be_disabled()  # one that is not among the first

@@ -69,8 +69,8 @@ def test_cross_attention_has_a_grid_for_every_size() -> None:
     (read,) = inputs(seen, source=WORDS, image=torch.rand(3, 8, 8), batch=1)
     names = [(group.id, str(group.name)) for group in read.groups]
     assert names == [
-        ("image_4x4", "the picture to itself, 4 × 4"),
-        ("image_8x8", "the picture to itself, 8 × 8"),
+        ("image_16x16", "the picture to itself, 4 × 4"),
+        ("image_64x64", "the picture to itself, 8 × 8"),
         ("cross", "the picture to the text"),
     ]
     main: Group = read.main
@@ -82,6 +82,11 @@ def test_cross_attention_has_a_grid_for_every_size() -> None:
     assert "patch_distance_mean" in read.groups[0].heads[0].figures
     (wide,) = inputs(seen, grid=(4, 16))
     assert [group.pictures[0].grid for group in wide.groups] == [(2, 8), (4, 16), (4, 16)]
+    (frames,) = inputs(seen, grid=(4, 4))  # of a video
+    assert [len(group.pictures) for group in frames.groups] == [4, 4, 4]
+    assert frames.groups[0].pictures[3].cells == (12, 13, 14, 15)
+    with pytest.raises(ValueError, match="of a model that makes a picture, give image= or grid="):
+        inputs(seen, source=WORDS)
 
 
 def test_frames_of_a_video() -> None:
