@@ -167,7 +167,8 @@ def sparse(
         float, typer.Option(help="Nats per token that the suggested budgets may cost.", min=0)
     ] = 0.05,
     share: Annotated[
-        float, typer.Option(help="The share of a row's weight whose keys are counted.")
+        float,
+        typer.Option(help="The share of a row's weight whose keys are counted.", min=0.01, max=1),
     ] = 0.95,
     block: Annotated[int, typer.Option(help="Keys per block.", min=1)] = 16,
     tokens: Annotated[int, typer.Option(help="Read at most so many tokens.", min=32)] = 512,
@@ -228,5 +229,10 @@ def _read(text: str) -> str:
     """The text itself, or what the file of this name holds."""
     if text == "-":
         return sys.stdin.read()
-    short = len(text) < 1000 and "\n" not in text
-    return Path(text).read_text(encoding="utf-8") if short and Path(text).is_file() else text
+    file = Path(text)
+    if len(text) < 1000 and "\n" not in text:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        if file.suffix and len(text.split()) == 1:
+            raise ValueError(say("there is no file {file}", file=text))
+    return text
