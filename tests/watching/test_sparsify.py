@@ -230,6 +230,21 @@ def test_generating_with_a_cache_is_the_full_recomputation(name: str, implementa
         assert torch.equal(model(ids).logits, plain)
 
 
+def test_a_softmax_in_float32_of_a_float64_model_is_understood() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48,
+        vocab_size=64, initializer_range=0.5, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval().double()
+    ids = torch.randint(3, 64, (2, 9))
+    with torch.no_grad():
+        plain = model(ids).logits
+        with hw.sparsify(model, hw.sparse.TopK(9)):
+            torch.testing.assert_close(model(ids).logits, plain, atol=1e-4, rtol=1e-4)
+
+
 def test_learned_sinks_stay_in_the_denominator() -> None:
     torch.manual_seed(0)
     attn = hw.nn.MultiHeadAttention(32, 4, kv_heads=2, mask=hw.mask.causal(), sinks=True)

@@ -88,7 +88,8 @@ def distance(call: Call, out: Tensor) -> Tensor:
     finite = ours.isfinite() & theirs.isfinite() & shown[..., None]
     if finite.numel() == 0:
         return torch.full((), -torch.inf, dtype=torch.float64, device=out.device)
-    eps = max(torch.finfo(x.dtype).eps for x in (problem.q, out))
+    # Eager attention of transformers takes the softmax in float32 whatever the logits are.
+    eps = max(torch.finfo(x).eps for x in (problem.q.dtype, out.dtype, torch.float32))
     largest = seen["max_logit"].abs().masked_fill(~finite.any(-1), 0).amax().double()
     width = call.v.abs().nan_to_num(0.0, posinf=0.0).amax().double()
     allowed = width * (eps**0.5 + 4 * eps * largest)

@@ -104,7 +104,7 @@ def test_what_can_not_be_measured_is_refused_in_words(tmp_path: Path) -> None:
     assert "the text has 3 tokens" in refused("--text", "to be")
     assert "no budget is below the 40 tokens" in refused("--tokens", "40", "--budget", "64")
     assert "there is no model 'gtp'" in refused("gtp")
-    assert "0 is not in the range 0.01<=x<=1" in refused(*SHORT, "--share", "0")
+    assert "greater than or equal to 0.01" in refused(*SHORT, "--share", "0")
     assert "there is no file no-such-book.txt" in refused("--text", "no-such-book.txt")
 
 
