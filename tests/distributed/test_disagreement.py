@@ -17,13 +17,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import headwise as hw
+from headwise.core.options import Options
 from headwise.distributed import head_attention
+from headwise.distributed.call_header import checked_part
 from headwise.distributed.key_blocks import KeyBlocks, RunGradients
 from tests.distributed.processes import Processes
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker, one set of processes
 
 SECONDS = 20  # the timeout of a group that runs into it
+
+
+@pytest.mark.parametrize("k", [torch.zeros(4, 5, 8), None, "keys"], ids=["3 axes", "None", "text"])
+def test_what_has_not_four_axes_is_refused_in_words(k: Any) -> None:
+    q = torch.zeros(2, 4, 5, 8)
+    with pytest.raises(ValueError, match=r"hw\.distributed\.observe takes q, k and v with"):
+        checked_part("observe", (q, k, q), Options())
 
 
 def attend(mesh: DeviceMesh, odd: int, change: str) -> object:

@@ -75,6 +75,18 @@ def test_several_passes_are_averaged_over_their_rows(model: GPT, ids: Tensor) ->
     assert seen.layers[1].observation.entropy.shape == (1, 4, 7)  # row by row: the last pass
 
 
+def test_a_step_that_ends_lets_go_of_the_key_that_told_its_cache() -> None:
+    attention, x = hw.nn.MultiHeadAttention(16, 4, mask=hw.mask.causal()), torch.randn(1, 5, 16)
+    with torch.no_grad(), hw.watch(attention, maps=False) as seen:
+        attention(x, cache=hw.nn.GrowingCache())
+        (layer,) = seen.layers
+        assert layer.last is not None
+        assert layer.last.newest is not None
+        seen.step()
+        assert layer.last is not None
+        assert layer.last.newest is None
+
+
 def test_generated_tokens_are_rows_of_the_same_pass(model: GPT, ids: Tensor) -> None:
     with hw.watch(model) as seen:
         new = model.generate(ids, 6)
