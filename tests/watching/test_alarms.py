@@ -13,6 +13,7 @@ import headwise as hw
 from headwise.models import GPT, GPTConfig
 from headwise.nn import SwiGLU
 from headwise.watching import Alarm, Table, rules
+from headwise.watching.alarms import Alarms
 from headwise.watching.rules import (
     RULES,
     DeadHead,
@@ -222,6 +223,16 @@ def test_an_alarm_is_raised_and_logged_once(caplog: pytest.LogCaptureFixture) ->
     (line,) = caplog.messages
     assert line.startswith("step 0: logit growth: head 0.0: its largest logit is")
     assert line.endswith("(and 3 more heads)")
+
+
+@pytest.mark.parametrize(("heads", "end"), [(1, "above 100"), (2, "(and 1 more head)")])
+def test_a_warning_counts_the_heads_that_it_does_not_name(
+    heads: int, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"layer": 0, "kind": "self", "head": x, "max_logit_max": 120.0} for x in range(heads)]
+    with caplog.at_level(logging.WARNING, "headwise"):
+        Alarms().look(7, Table(rows), [])
+    assert [line.endswith(end) for line in caplog.messages] == [True]
 
 
 def test_sampled_rows_raise_alarms_too() -> None:

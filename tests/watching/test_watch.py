@@ -161,6 +161,15 @@ def test_sampled_rows_say_so(model: GPT, ids: Tensor) -> None:
     assert seen.map(0, 1).shape == (1, 1, 20, 20)
 
 
+def test_rows_that_were_generated_are_all_looked_at(model: GPT, ids: Tensor) -> None:
+    with hw.watch(model, rows=5) as seen:
+        model.generate(ids[:1, :15], 4)
+    found = seen.layers[0].observation
+    assert found.rows is not None
+    assert found.rows[5:].tolist() == [15, 16, 17]
+    assert found.entropy.shape == (1, 4, 8)
+
+
 def test_filters_narrow_what_is_looked_at(model: GPT, ids: Tensor) -> None:
     with hw.watch(model, layers="*.1.*", heads=[2], stats=["entropy"], maps=False) as seen:
         model(ids)
