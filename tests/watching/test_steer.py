@@ -343,6 +343,7 @@ def test_a_factor_of_one_changes_no_bit() -> None:
 def test_spans_are_steered_by_name() -> None:
     model, x = Stack(by_torch), torch.randn(2, 12, 32)
     spans = {"cut": (2, 5), "ragged": (torch.tensor([0, 3]), torch.tensor([4, 6]))}
+    spans["end"] = (2, torch.tensor([4, 6]))
     with torch.no_grad(), hw.watch(model, spans=spans) as seen:
         with hw.steer(model, [(1, 2, "cut", 0), (0, 1, "cut", torch.tensor([2.0, 1.0, 3.0]))]):
             model(x)
@@ -355,8 +356,14 @@ def test_spans_are_steered_by_name() -> None:
         assert one[5:, 4:6].any()
         assert not other[:, 3:6].any()
         assert other[:, :3].any()
+        with hw.steer(model, (1, 3, "end", 0)):
+            model(x)
+        one, other = (seen.map(1, 3, batch).to_tensor()[0, 0] for batch in (0, 1))
+        assert not one[:, 2:4].any()
+        assert one[5:, 4:6].any()
+        assert not other[:, 2:6].any()
         with (
-            pytest.raises(ValueError, match=r"the span 'other', which the watch .* cut, ragged"),
+            pytest.raises(ValueError, match=r"the span 'other', which the watch .* ragged, end"),
             hw.steer(model, (0, 0, "other", 2.0)),
         ):
             model(x)

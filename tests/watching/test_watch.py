@@ -551,6 +551,25 @@ def test_alarms_look_at_a_watch_that_ends_without_a_step() -> None:
     assert "logit growth" in {alarm.rule for alarm in seen.alarms}
 
 
+def test_alarms_look_at_the_layers_that_ran_at_last() -> None:
+    first, second = (hw.nn.MultiHeadAttention(16, 2) for _ in range(2))
+    x = torch.randn(1, 9, 16)
+    with hw.watch(nn.Sequential(first, second), alarms=True) as seen:
+        seen.model(x)
+        seen.step()
+        assert not seen.alarms
+        nn.init.normal_(first.query.weight, std=1000)
+        first(x)
+    assert {(alarm.rule, alarm.layer) for alarm in seen.alarms} >= {("logit growth", 0)}
+
+
+def test_no_token_of_a_document_is_padding() -> None:
+    mask = hw.mask.documents(torch.tensor([[0, 0, 1, 1, 1]]))
+    with hw.watch(hw.nn.MultiHeadAttention(16, 2, mask=mask)) as seen:
+        seen.model(torch.randn(1, 5, 16))
+    assert seen.layers[0].padding is None
+
+
 def test_a_sampled_figure_keeps_its_name_where_a_batch_is_short(model: GPT, ids: Tensor) -> None:
     with hw.watch(model, rows=30) as seen:
         model(ids)
