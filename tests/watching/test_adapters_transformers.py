@@ -304,6 +304,7 @@ def test_dropout_changes_outputs_and_not_statistics() -> None:
             assert torch.equal(model(**given)[0], before)
     theirs, ours = still.layers[0].observation, seen.layers[0].observation
     torch.testing.assert_close(ours.entropy, theirs.entropy)
+    torch.testing.assert_close(ours.output_norm, theirs.output_norm)
 
 
 def test_autocast_is_watched_in_its_own_precision() -> None:

@@ -213,6 +213,17 @@ def test_weights_that_were_changed_are_not_shown_as_if_they_were_the_softmax(cha
         model(torch.randn(B, N, H * D))
 
 
+def test_weights_that_are_dropped_in_any_mode_are_read() -> None:
+    x, tables = torch.randn(B, N, H * D), []
+    for change in (lambda p: p, lambda p: F.dropout(p, 0.5)):
+        torch.manual_seed(0)  # for its weights
+        model = Hand(lambda p, v, change=change: change(p) @ v.transpose(1, 2)).eval()
+        with hw.watch(model, strict=True) as seen:
+            model(x)
+        tables.append(seen.heads()["entropy_mean"])
+    assert tables[0] == tables[1]
+
+
 class Flat(nn.Module):
     """Heads and batch in one axis."""
 
