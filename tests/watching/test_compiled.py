@@ -120,7 +120,7 @@ def assert_same(found: Table, expected: Table) -> None:
 @pytest.mark.parametrize(
     "make",
     # One has as many tokens as heads, so that axes in the wrong order have the same shape.
-    [stack, multi_head, ours, llama("sdpa"), llama("sdpa", tokens=4), llama("headwise")],
+    [stack, multi_head, ours, llama("sdpa", tokens=4), llama("headwise")],
     ids=lambda f: f.__name__,
 )
 def test_figures_bits_and_graphs_of_a_whole_model(make: Callable[[], Made]) -> None:
@@ -185,8 +185,7 @@ def test_a_watch_that_came_first_goes_on_in_compiled_code() -> None:
 
 
 def test_lengths_that_change_need_one_watched_graph() -> None:
-    model, _ = stack()
-    fast = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    fast = torch.compile(Layer(), fullgraph=True, backend="aot_eager", dynamic=True)
     with hw.watch(fast, maps=False) as watch:
         for length in (17, 9, 30):
             fast(torch.randn(2, length, 32))
