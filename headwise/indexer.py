@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from headwise.bias import Bias
@@ -60,8 +61,8 @@ def index_loss(
     KL(p ‖ softmax of the scores), p the weights summed over the heads and normalised to one, over
     the keys that some head sees; rows that see no key do not count. Memory is linear in the length.
 
-    With `selected`, (B|1, N, K) integers, negative ones for none, main heads and indexer see only
-    these keys, as in the sparse stage of DeepSeek-V3.2's training.
+    With `selected`, (B|1, N, K) integers, main heads and indexer see only these keys, as in the
+    sparse stage of DeepSeek-V3.2's training. Numbers that are no key's, such as -1, select nothing.
 
     >>> import torch, headwise as hw
     >>> q, k = torch.randn(2, 1, 4, 100, 16).unbind(0)
@@ -133,8 +134,12 @@ def check_indexer(given: IndexCall, batch: int, queries: int, keys: int, selecte
             raise ValueError(f"{name} has shape {shape}; this call needs {wanted}")
     if selected is None:
         return
-    whole = isinstance(selected, Tensor) and not selected.is_floating_point()
-    if not whole or not isinstance(selected, Tensor) or selected.ndim != 3:
+    if (
+        not isinstance(selected, Tensor)
+        or selected.ndim != 3
+        or selected.dtype.is_floating_point
+        or selected.dtype == torch.bool
+    ):
         raise ValueError(
             "selected must be an integer tensor (batch or 1, queries, keys selected), not "
             f"{describe(selected)}"

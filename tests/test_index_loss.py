@@ -180,6 +180,7 @@ def test_rows_without_keys_do_not_count() -> None:
         ),
         ({"index_weights": torch.zeros(1, 1, 5)}, r"index_weights has shape"),
         ({"selected": torch.zeros(1, 5, 2)}, "selected must be an integer tensor"),
+        ({"selected": torch.ones(1, 5, 5).bool()}, "selected must be an integer tensor"),
         ({"selected": torch.zeros(1, 4, 2, dtype=torch.int64)}, "selected has shape"),
         ({"q": torch.zeros(2, 5, 8)}, "q and k need the axes"),
     ],

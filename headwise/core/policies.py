@@ -118,8 +118,8 @@ class Blocks:
 class Indices:
     """The keys that somebody chose for each row, (B|1, Hq|1, N, K) integers.
 
-    Negative numbers choose nothing; a key that is named twice counts once, and one that the mask
-    hides stays hidden.
+    Numbers that are no key's, such as -1, choose nothing; a key that is named twice counts once,
+    and one that the mask hides stays hidden.
 
     >>> import torch, headwise as hw
     >>> hw.sparse.Indices(torch.tensor([[[[0, -1], [0, 1]]]]))

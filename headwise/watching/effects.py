@@ -125,7 +125,13 @@ class Tokens:
         """The token at a position of the sequence, or of the other one, of cross-attention."""
         pieces = self.source if elsewhere else self.pieces
         if pieces is not None:
-            return pieces[position] if 0 <= position < len(pieces) else ""
+            if position >= len(pieces):
+                raise ValueError(
+                    f"seen.edges: an edge is at position {position}, and "
+                    f"{'source' if elsewhere else 'tokens'} names {len(pieces)} pieces; give one "
+                    "per position"
+                )
+            return pieces[position]
         if self.numbers is None or elsewhere or self.pieces is not None:
             return ""
         there = batch < self.numbers.shape[0] and 0 <= position < self.numbers.shape[1]

@@ -351,6 +351,11 @@ class Watch(SteppedRecording):
         self._ask_for_effects(f"edges({count!r})")
         if not is_integer(count) or count < 1:
             raise ValueError(f"edges({count!r}): count must be an integer, at least 1")
+        if isinstance(tokens, str) or isinstance(source, str):
+            raise ValueError(
+                "seen.edges: tokens and source are lists of pieces, not a text; gpt.pieces(text) "
+                "cuts a text up"
+            )
         return largest_edges(self.layers, self.options, count, Tokens(self.tokens, tokens, source))
 
     @property

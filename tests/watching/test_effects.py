@@ -109,10 +109,17 @@ def test_a_linear_scalar_changes_by_exactly_the_effect_of_the_edge(kind: str) ->
 
 def test_effects_rank_the_edges_of_the_built_in_gpt_as_knock_outs_do() -> None:
     gpt = hw.load("gpt")
-    ids = gpt.encode("to be or not to be, that is the question: to be or")
+    text = "to be or not to be, that is the question: to be or"
+    ids = gpt.encode(text)
     with hw.watch(gpt.model, effects=True) as seen:
         before = runner_up(gpt.model(ids))
         before.backward()
+    pieces = gpt.pieces(text)
+    assert seen.edges(1, tokens=pieces)[0]["key_token"] in pieces
+    with pytest.raises(ValueError, match=r"lists of pieces, not a text"):
+        seen.edges(1, tokens=text)
+    with pytest.raises(ValueError, match=r"tokens names 1 pieces; give one per position"):
+        seen.edges(1, tokens=pieces[:1])
     edges = seen.edges(12)
     assert edges.columns == [
         "layer", "name", "kind", "head", "batch", "query", "key", "query_token", "key_token",
