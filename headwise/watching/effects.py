@@ -139,7 +139,11 @@ class Tokens:
 
 
 def largest_edges(
-    layers: Iterable[WatchedLayer], options: WatchOptions, count: int, tokens: Tokens
+    layers: Iterable[WatchedLayer],
+    options: WatchOptions,
+    count: int,
+    tokens: Tokens,
+    batch: int | None = None,
 ) -> Table:
     """The edges with the largest effects, largest magnitude first, one row each."""
     found: list[dict[str, Value]] = []
@@ -149,7 +153,7 @@ def largest_edges(
         if layer.held is None or why is not None:
             notes.append(f"{layer.title}: {why or 'its calls were not seen in eager code'}")
             continue
-        edges = list(_of_layer(layer, options, count, tokens))
+        edges = list(_of_layer(layer, options, count, tokens, batch))
         found = sorted(found + edges, key=lambda row: -abs(float(row["effect"])))[:count]
     if not found and notes:
         raise ValueError("no effects are known:\n  " + "\n  ".join(notes[:20]))
@@ -161,7 +165,7 @@ def largest_edges(
 
 
 def _of_layer(
-    layer: WatchedLayer, options: WatchOptions, count: int, tokens: Tokens
+    layer: WatchedLayer, options: WatchOptions, count: int, tokens: Tokens, batch: int | None
 ) -> Iterator[dict[str, Value]]:
     held = layer.held
     assert held is not None
@@ -171,6 +175,7 @@ def _of_layer(
         if options.rows is not None and rows is None:  # gathered from all ranks: sampled here
             numbers = sample_rows(options.rows, emap.shape[2], emap.region.q.device)
             emap = emap if numbers is None else emap.at(numbers)
+        emap = emap if batch is None else emap.entry(batch)
         weights = emap.weights()
         effects, places = emap.largest(count)
         for effect, place in zip(effects.tolist(), places.tolist(), strict=True):
@@ -178,10 +183,11 @@ def _of_layer(
             row = i if numbers is None else int(numbers[i])
             query, key = row + held.rows.start, j + held.rows.first_key
             where: dict[str, Value] = layer.place(first + h)
-            where |= {"batch": b, "query": query, "key": key}
+            entry = b if batch is None else batch
+            where |= {"batch": entry, "query": query, "key": key}
             if tokens.known:
-                where["query_token"] = tokens.at(b, query, False)
-                where["key_token"] = tokens.at(b, key, layer.kind == "cross")
+                where["query_token"] = tokens.at(entry, query, False)
+                where["key_token"] = tokens.at(entry, key, layer.kind == "cross")
             yield where | {"weight": float(weights[b, h, i, j]), "effect": effect}
 
 

@@ -334,12 +334,15 @@ class Watch(SteppedRecording):
         count: int = 20,
         tokens: Sequence[str] | None = None,
         source: Sequence[str] | None = None,
+        *,
+        batch: int | None = None,
     ) -> Table:
         """The edges with the largest effects in the whole model, largest magnitude first.
 
         One row per edge: layer, name, kind, head, batch entry, positions of query and key, the
         tokens if they are known, weight, effect. `tokens` and `source` name the pieces of the text,
-        as for `show`. With `rows=64` in the watch, only so many sampled rows are looked at.
+        as for `show`; `batch` asks for one batch entry. With `rows=64` in the watch, only so many
+        sampled rows are looked at.
 
         >>> import headwise as hw
         >>> gpt = hw.load("gpt")
@@ -356,7 +359,15 @@ class Watch(SteppedRecording):
                 "seen.edges: tokens and source are lists of pieces, not a text; gpt.pieces(text) "
                 "cuts a text up"
             )
-        return largest_edges(self.layers, self.options, count, Tokens(self.tokens, tokens, source))
+        return largest_edges(
+            self.layers, self.options, count, Tokens(self.tokens, tokens, source), batch
+        )
+
+    @property
+    def explained(self) -> bool:
+        """True if the effects of some layer's edges are known: a backward pass has come by."""
+        held = (layer.held for layer in self.layers)
+        return any(each is not None and each.refusal() is None for each in held)
 
     @property
     def effect_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise import Edge, EffectMap
+from headwise.apps.interface.reply import number
 from headwise.apps.look.predictions import Predictor
 from headwise.apps.look.scene import Group, Head, Input
 from headwise.watching import Watch, runner_up, watch
@@ -44,15 +46,19 @@ class ReasonHead(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Reasons:
-    """The prediction of a row, its lead over the runner-up, and what each edge gave to it."""
+    """The prediction of a row, its lead over the runner-up, and what each edge gave to it.
+
+    Of a recording, what somebody differentiated takes the lead's place, and there is no answer.
+    """
 
     read: Input
     row: int
-    answer: str
-    probability: float
-    second: str
-    lead: float
     seen: Watch
+    batch: int = 0
+    answer: str = ""
+    probability: float = math.nan
+    second: str = ""
+    lead: float = math.nan
     _opened: dict[tuple[int, int], EffectMap] = field(default_factory=dict)  # the last head's
 
     @classmethod
@@ -70,14 +76,14 @@ class Reasons:
         first, second = (int(x) for x in logits.detach().topk(2).indices)
         probability = float(logits.detach().double().softmax(-1)[first])
         names = predictor.name(first), predictor.name(second)
-        return cls(read, row, names[0], probability, names[1], float(lead.detach()), seen)
+        return cls(read, row, seen, 0, names[0], probability, names[1], float(lead.detach()))
 
     def edges(self, count: int) -> list[ReasonEdge]:
         """The edges of the shown heads that matter most, for and against."""
         groups = {(head.layer, head.number): group for group in self.read.groups
                   for head in group.heads}  # fmt: skip
         found = []
-        for row in self.seen.edges(4 * count):
+        for row in self.seen.edges(4 * count, batch=self.batch):
             group = groups.get((int(row["layer"]), int(row["head"])))
             if group is not None:
                 layer, head, query, key = (
@@ -96,7 +102,7 @@ class Reasons:
         found = []
         for group in self.read.groups:
             for head in group.heads:
-                given = self.seen.effects(head.layer, head.number).totals().product
+                given = self.seen.effects(head.layer, head.number, self.batch).totals().product
                 found.append(ReasonHead(group.id, head.layer, head.number, float(given.sum())))
         return sorted(found, key=lambda head: -abs(head.support))
 
@@ -118,7 +124,7 @@ class Reasons:
         at = head.layer, head.number
         found = self._opened.get(at)
         if found is None:
-            found = self.seen.effects(*at)
+            found = self.seen.effects(*at, self.batch)
             self._opened.clear()
             self._opened[at] = found
         return found
@@ -128,9 +134,9 @@ class Reasons:
         return {
             "row": self.row,
             "answer": self.answer,
-            "probability": self.probability,
+            "probability": number(self.probability),
             "second": self.second,
-            "lead": self.lead,
+            "lead": number(self.lead),
             "edges": [edge._asdict() for edge in self.edges(count)],
             "heads": [head._asdict() for head in self.heads()],
         }

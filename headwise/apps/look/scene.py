@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from headwise import AttentionMap
 from headwise.apps.look.predictions import Predictor
 from headwise.extend import SPAN_PREFIX
 from headwise.messages import say
+from headwise.watching import Watch
 
 InputKind = Literal["text", "translation", "image"]
 
@@ -181,6 +182,13 @@ class Group:
         return list(found.values())
 
 
+class Effects(NamedTuple):
+    """A watch that has the effects of edges on what somebody differentiated, and a batch entry."""
+
+    seen: Watch
+    batch: int
+
+
 @dataclass(frozen=True, eq=False)
 class Input:
     """An input that a model has read, and the heads that read it."""
@@ -190,6 +198,7 @@ class Input:
     groups: tuple[Group, ...]
     notes: tuple[str, ...] = ()
     predictor: Predictor | None = None  # None if its model has no outputs here
+    effects: Effects | None = None  # of a recording through which a backward pass went
 
     @cached_property
     def images(self) -> list[bytes]:

@@ -129,10 +129,14 @@ class Session:
         """The edges behind a prediction; the last are kept. BusyError while the model reads."""
         with self._lock:
             if self._told is None or self._told[0] != (id, row):
-                self._idle()
                 read = self.atlases[id].input
-                assert read.predictor is not None
-                self._told = (id, row), Reasons.of(read, read.predictor, row)
+                if read.effects is not None:
+                    told = Reasons(read, row, *read.effects)
+                else:
+                    self._idle()
+                    assert read.predictor is not None
+                    told = Reasons.of(read, read.predictor, row)
+                self._told = (id, row), told
             return self._told[1]
 
     def _idle(self) -> Reader:
@@ -258,12 +262,13 @@ def _input(id: str, atlas: Atlas) -> dict[str, Any]:
 def _group(group: Group, read: Input) -> dict[str, Any]:
     predictor, images = read.predictor, read.images
     predicts = predictor is not None and group.id in predictor.groups
+    given = None if read.effects is None else "given"
     return {
         "id": group.id,
         "name": group.name,
         "causal": group.causal,
         "square": group.square,
-        "predicts": predictor.predicts if predictor is not None and predicts else None,
+        "predicts": predictor.predicts if predictor is not None and predicts else given,
         "rows": len(group.rows),
         "columns": len(group.columns),
         "layers": [

@@ -7,16 +7,16 @@ import sys
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.apps.look.atlas import Atlas
 from headwise.apps.look.readers.reader import Given, Report
 from headwise.apps.look.recorded_inputs import Shown, Tokens, inputs
-from headwise.apps.look.scene import Description, Input
+from headwise.apps.look.scene import Description, Effects, Input
 from headwise.apps.look.session import Progress, Session
 from headwise.messages import say
-from headwise.watching import Recording
+from headwise.watching import Recording, Watch
 
 
 def show(
@@ -100,6 +100,8 @@ def session_of(
     layers = {layer for group in groups for layer, _, _ in group.layers()}
     heads = sum(len(group.heads) for group in groups)
     session = Session(reader=RecordedReader(Description("watched", 0, len(layers), heads, None)))
+    if isinstance(seen, Watch) and seen.explained and len(read) == 1:
+        read = [replace(read[0], effects=Effects(seen, batch))]
     for number, each in enumerate(read):
         session.atlases[str(number)] = Atlas(each)
     session.progress = Progress("ready", None)

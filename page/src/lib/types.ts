@@ -73,8 +73,9 @@ export interface Group {
   causal: boolean;
   /** Rows and columns are the same tokens. */
   square: boolean;
-  /** What a row predicts: the token after it, that in its place, or a class; null for nothing. */
-  predicts: 'next' | 'same' | 'class' | null;
+  /** What a row predicts: the token after it, that in its place, a class, or what
+   * was differentiated before it was shown; null for nothing. */
+  predicts: 'next' | 'same' | 'class' | 'given' | null;
   rows: number;
   columns: number;
   layers: { layer: number; name: string; heads: number }[];
@@ -231,7 +232,7 @@ export type Reason = ReasonEdge | ReasonHead;
 /** A row's prediction, how far it is ahead of the second answer, and the edges behind it. */
 export interface Reasons {
   row: number;
-  answer: string;
+  answer: string; // empty where there is no prediction, but what was differentiated
   probability: number;
   second: string;
   lead: number;

@@ -25,6 +25,7 @@ const en = {
   byEffectTitle:
     'Colour the map by what each edge gave to a prediction’s lead over the second answer, to first order: blue supports it, orange speaks against it, zero is blank',
   prediction: (row: string) => `of the prediction at ${row}`,
+  given: 'of what was differentiated',
   effects: 'effect on the prediction: orange speaks against it, blue supports it, zero is blank',
   effect: 'effect',
   cellEffect: 'largest effect',
@@ -156,6 +157,7 @@ const zh: typeof en = {
   byEffect: '效应',
   byEffectTitle: '按每条边对预测领先第二答案的贡献着色（一阶近似）：蓝色支持，橙色反对，零为空白',
   prediction: (row) => `词元 ${row} 处的预测`,
+  given: '所求导的量',
   effects: '对预测的效应：橙色反对，蓝色支持，零为空白',
   effect: '效应',
   cellEffect: '最大效应',

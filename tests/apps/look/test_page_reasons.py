@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from playwright.sync_api import expect
 
-from headwise import Edge
+from headwise import Edge, load, watch
+from headwise.apps.look.reasons import ReasonEdge
 from headwise.apps.look.serving import page_file
+from headwise.apps.look.show import session_of
+from headwise.watching import runner_up
 from tests.apps.look.conftest import Served, Visits
 from tests.apps.look.test_page_narrow import try_widths
 
@@ -124,3 +128,32 @@ def test_a_heads_map_is_coloured_by_effect_down_to_single_edges(dog: Served, vis
     page.get_by_role("radio", name="weight").click()
     expect(legend).to_have_count(0)
     expect(page).not_to_have_url(re.compile("of="))
+
+
+def test_a_recording_shows_what_was_differentiated(
+    serve: Callable[..., Served], visit: Visits
+) -> None:
+    gpt = load("gpt")
+    ids = torch.cat([gpt.encode("to be or not to be"), gpt.encode(TEXT)[:, :7]])
+    with watch(gpt.model, effects=True) as seen:
+        logits = gpt.model(ids)
+        (runner_up(logits[:1]) + 0.01 * runner_up(logits[1:])).backward()
+    served = serve(session_of(seen, gpt.pieces(TEXT)[:7], batch=1))
+    told = served.session.reasons("0", 6)
+    edges = [row for row in seen.edges(3000) if row["batch"] == 1]
+    assert told.edges(3) == [
+        ReasonEdge(
+            "self", *(x[n] for n in ("layer", "head", "query", "key", "weight")), -x["effect"]
+        )
+        for x in edges[:3]
+    ]
+    page = visit("#/reasons", base=served.url)
+    expect(page.locator("[data-answer]")).to_have_text(
+        "What was differentiated: the edges behind it"
+    )
+    expect(page.locator("[data-edge]").first).to_be_visible()
+    chosen = page.locator("[data-chosen]")
+    expect(chosen.get_by_role("button", name="Hide this edge")).to_be_disabled()
+    chosen.get_by_role("link", name="Open the head").click()
+    expect(page.get_by_role("link", name="of what was differentiated")).to_be_visible()
+    expect(page.get_by_role("figure", name=re.compile("effect on the prediction"))).to_be_visible()

@@ -180,7 +180,8 @@ def unseen(session: Session, query: Query, id: str, row: str) -> Answer:
 def _reasons(session: Session, id: str, row: int) -> Reasons:
     atlas = _atlas(session, id)
     group = atlas.input.groups[-1]
-    _predictor(atlas, group)
+    if atlas.input.effects is None:
+        _predictor(atlas, group)
     if row >= len(group.rows):
         raise Refusal(404, say("there is no token {row} in this input", row=row))
     try:
