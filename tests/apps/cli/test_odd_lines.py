@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from headwise.apps.cli import main
 from headwise.apps.cli.main import app
+from headwise.apps.lab import handbook
 from headwise.apps.train.data import packages
 from headwise.apps.train.trainer import Trainer
 
@@ -151,8 +152,10 @@ def test_every_option_takes_or_refuses_an_extreme_value(
 ) -> None:
     if command == ("look",):  # the input is looked at last: what is refused is refused before
         monkeypatch.setattr("headwise.apps.look.command.Asked.open", refuse_to_open)
-    if command == ("lab", "handbook"):  # its pictures take seconds
-        monkeypatch.setattr("headwise.apps.lab.handbook.available", lambda: False)
+    if command == ("lab", "handbook"):  # its chapters and pictures take seconds
+        monkeypatch.setattr(handbook, "ORDER", ("formula",))
+        monkeypatch.setattr(handbook, "unnamed", handbook.unnamed.__wrapped__)  # nothing is kept
+        monkeypatch.setattr(handbook, "available", lambda: False)
     base = [places.get(word, word) for word in BASES.get(command, [])]
     for value in EXTREME:
         words = [*command, *base, option, places.get(value, value)]

@@ -125,10 +125,13 @@ def test_an_unknown_directive_is_an_error() -> None:
         )
 
 
-def test_the_command_writes_the_pages(tmp_path: Path) -> None:
+def test_the_command_writes_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = handbook.pictures()[:1]  # each takes half a second
+    monkeypatch.setattr(handbook, "pictures", lambda: drawn)
     done = CliRunner().invoke(app, ["lab", "handbook", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "index.zh.md").read_text(encoding="utf-8").startswith("# ")
+    assert (tmp_path / "pictures" / f"{drawn[0]}.svg").exists()
 
 
 def run(variant: str, seed: int, bleu: float) -> dict[str, object]:
