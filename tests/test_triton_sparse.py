@@ -19,6 +19,7 @@ from tests.oracle import answer
 from tests.problems import Call, Recipe
 from tests.sparsity import attend, kept
 from tests.test_index_loss import dense, indexer
+from tests.thinned import thinned
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 marked_rows = importlib.import_module("headwise.engines.triton.host.marked_rows")
@@ -101,8 +102,7 @@ KEPT: dict[str, Callable[[Call], Policy]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KEPT)
-@pytest.mark.parametrize("recipe", some)
+@pytest.mark.parametrize(("recipe", "kind"), thinned(some, KEPT))
 def test_chosen_keys_are_attended_to_and_weighed(
     kind: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

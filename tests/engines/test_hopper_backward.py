@@ -26,6 +26,7 @@ from headwise.engines.triton.host.backward_choice import SWITCH, takes
 from headwise.engines.triton.host.cards import Card
 from headwise.engines.triton.host.hopper_backward_call import differentiate_hopper
 from tests.engines import interval_masks as masks
+from tests.thinned import thinned
 
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HERE, reason="its kernel runs on Hopper GPUs only")
@@ -172,7 +173,7 @@ def test_gradients_are_the_references(case: str, entropy: bool) -> None:
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_additions_in_turns_give_the_same_gradients(case: str) -> None:
     tensors, options = given(case)
     found, expected = differentiated(tensors, options, 2, False)
@@ -181,8 +182,7 @@ def test_additions_in_turns_give_the_same_gradients(case: str) -> None:
     assert torch.equal(found.q, again.q)
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("mask", masks.MASKS)
+@pytest.mark.parametrize(("mask", "width"), thinned(masks.MASKS, [64, 128]))
 def test_every_mask_agrees_and_keys_that_no_row_sees_may_be_nan(
     mask: str, width: int, request: pytest.FixtureRequest
 ) -> None:

@@ -20,6 +20,7 @@ from headwise.engines.triton.host.launches import Launches
 from tests.engines import test_triton as kernels
 from tests.engines.gluon_on_cpu import emulated
 from tests.engines.interval_masks import MASKS, B, H, hide
+from tests.thinned import thinned
 
 NAMES = (*("lse", "max_logit", "entropy", "distance", "participation", "logit_mean", "logit_var"),)
 
@@ -57,8 +58,7 @@ def tile(monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int], **changes: ob
     monkeypatch.setitem(hopper_call.TILES, widths, replace(hopper_call.TILES[widths], **changes))
 
 
-@pytest.mark.parametrize("keys", [32, 128])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("keys", "mask"), thinned([32, 128], MASKS))
 def test_every_mask_agrees_and_keys_that_no_row_sees_may_be_nan(
     mask: str, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,9 +66,10 @@ def test_every_mask_agrees_and_keys_that_no_row_sees_may_be_nan(
     agrees(mask, 150, 200, (24, 40), keys)
 
 
-@pytest.mark.parametrize("mask", ["causal", "causal documents", "sinks and window", "any"])
-@pytest.mark.parametrize("groups", [2, 3])
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(
+    ("direct", "groups", "mask"),
+    thinned([False, True], [2, 3], ["causal", "causal documents", "sinks and window", "any"]),
+)
 def test_every_form_of_the_kernel_agrees(
     mask: str, groups: int, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

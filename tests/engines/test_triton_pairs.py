@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the engine's kernels are written in Triton
 from headwise.core.options import Options
 from headwise.core.problem import pose
 from headwise.engines.triton.host.operands import operands, pair_tiles
+from tests.thinned import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as in test_triton
 B, H, N, M = 2, 2, 48, 96
@@ -77,7 +78,7 @@ def tiles(mask: hw.mask.Mask | None = None, bias: Tensor | None = None) -> tuple
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("lying", LYING)
+@pytest.mark.parametrize("lying", thinned(LYING))
 def test_a_bias_is_added_and_a_dense_mask_hides_in_every_layout(lying: str) -> None:
     agrees(bias=LYING[lying](normal), mask=hw.mask.dense(LYING[lying](shown)), softcap=3.0)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.bias import Bias, Sum
 from tests.engines.test_triton import DEVICE, check, normal
+from tests.thinned import thinned
 
 pytest.importorskip("triton", reason="the engine's kernels are written in Triton")
 
@@ -29,7 +30,7 @@ def logs() -> Tensor:
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("distances", ["none", "alibi", "buckets"])
+@pytest.mark.parametrize("distances", thinned(["none", "alibi", "buckets"]))
 def test_kernels_add_them_as_the_reference_does(distances: str) -> None:
     added = logs()
     bias: Bias = added

@@ -25,6 +25,7 @@ from headwise.models import (
     ViTConfig,
 )
 from headwise.models.config import Config
+from tests.thinned import thinned
 
 SMALL: dict[str, tuple[type[nn.Module], Config]] = {
     "gpt": (
@@ -227,7 +228,7 @@ def test_a_convolution_reaches_as_far_as_it_says() -> None:
 COMPILED: dict[str, dict[str, Any]] = {"gpt": {}, "bert": {}, "vit": {}, "transformer": {}}
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", thinned(COMPILED))
 def test_a_compiled_model_equals_the_eager_one(name: str) -> None:
     torch._dynamo.reset()
     kind, config = SMALL[name]

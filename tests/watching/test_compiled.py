@@ -120,7 +120,13 @@ def assert_same(found: Table, expected: Table) -> None:
 @pytest.mark.parametrize(
     "make",
     # One has as many tokens as heads, so that axes in the wrong order have the same shape.
-    [stack, multi_head, ours, llama("sdpa", tokens=4), llama("headwise")],
+    [
+        pytest.param(stack, marks=pytest.mark.slow),
+        multi_head,
+        ours,
+        llama("sdpa", tokens=4),
+        pytest.param(llama("headwise"), marks=pytest.mark.slow),
+    ],
     ids=lambda f: f.__name__,
 )
 def test_figures_bits_and_graphs_of_a_whole_model(make: Callable[[], Made]) -> None:

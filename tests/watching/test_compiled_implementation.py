@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 import headwise.transformers  # noqa: E402, F401  registers the implementation
+from tests.thinned import thinned  # noqa: E402
 from tests.watching.foreign import uses_interface  # noqa: E402
 
 # transformers 4's own masks cause this under a compiler, with sdpa too.
@@ -57,8 +58,7 @@ def bert() -> nn.Module:
     return transformers.BertModel(transformers.BertConfig(**SIZES))
 
 
-@pytest.mark.parametrize("make", [llama, mistral, bert])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("padded", "make"), thinned([False, True], [llama, mistral, bert]))
 def test_a_model_compiles_whole_and_computes_the_same(
     make: Callable[[], nn.Module], padded: bool
 ) -> None:
@@ -101,7 +101,7 @@ def listener() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"input_features": torch.randn(2, 8, 40)}
 
 
-@pytest.mark.parametrize("make", [language_model, translator, listener])
+@pytest.mark.parametrize("make", thinned([language_model, translator, listener]))
 def test_a_static_cache_generates_with_one_graph(
     make: Callable[[], tuple[Any, dict[str, Tensor]]],
 ) -> None:

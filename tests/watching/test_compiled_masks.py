@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 import headwise.transformers  # noqa: E402, F401  registers the implementation
 from headwise.watching.adapters import traced_masks  # noqa: E402
 from headwise.watching.adapters.traced_rules import read_rule  # noqa: E402
+from tests.thinned import thinned  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*doesn't take boxed arguments"),
@@ -182,8 +183,7 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(("kind", "padded"), thinned(CACHES, [True, False], keep=4))
 def test_a_compiled_model_reads_its_cache(kind: str, padded: bool) -> None:
     torch._dynamo.reset()
     family, make = CACHES[kind]
