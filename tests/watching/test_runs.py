@@ -432,7 +432,7 @@ def test_a_recorded_step_of_a_training_leaves_no_object_behind(
 ) -> None:
     monkeypatch.setattr(sys.modules["headwise.watching.training_steps"], "IN_MEMORY", 5)
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "unmeasured"))
-    _, before, after = soaked(60, 20, tmp_path)
+    _, before, after = soaked(30, 10, tmp_path)
     assert after.objects - before.objects < 10
 
 
