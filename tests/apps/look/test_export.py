@@ -74,10 +74,10 @@ def test_a_page_that_can_t_be_written_leaves_the_old_one(
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="No space left"):
-            export.write(long, link, (), 3_000_000, static)
+            export.write(long, link, (), 20_000_000, static)
     assert target.read_text() == "the old page"
     assert {path.name for path in tmp_path.iterdir()} == {"page.html", "link.html", "static"}
-    size, _ = export.write(long, link, (), 3_000_000, static)
+    size, _ = export.write(long, link, (), 20_000_000, static)
     assert link.is_symlink()
     assert target.stat().st_size == size
 
