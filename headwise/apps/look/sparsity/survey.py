@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +23,10 @@ from headwise.apps.look.sparse_report import (
 from headwise.messages import Sentence, say
 from headwise.nn import GrowingCache
 from headwise.sparse import Blocks, Evicted, Policy, TopK, Window
-from headwise.watching import Watch, WatchedLayer, sparsify, watch
+from headwise.watching import WatchedLayer, sparsify, watch
+
+ByLayer = Mapping[int | str, Policy]
+FEW = ("entropy",)  # statistics: the maps are what is wanted
 
 
 class Language:
@@ -109,7 +111,7 @@ class Survey:
                 say("no budget is below the {tokens} tokens of the text", tokens=tokens)
             )
         with torch.no_grad():
-            with self.watching() as seen:
+            with watch(self.model, stats=FEW) as seen:
                 self.report(say("all keys"), 0)
                 whole = language.loss()
             layers = [x for x in seen.layers if x.map().shape[2] == x.map().shape[3] == tokens]
@@ -165,16 +167,14 @@ class Survey:
     def evictions(self, budgets: list[int], whole: float) -> Iterator[Point]:
         """The loss of the second half when so many keys of the first are left in the cache."""
         recent = max(1, min(16, self.language.half // 4))
-        with self.watching() as seen:
+        with watch(self.model, stats=FEW) as seen:
             self.language.prompt()
         scores = {x.number: x.map().eviction_scores(recent, smooth=5) for x in seen.layers}
         for budget in budgets:
             self.step(say("{method}, {budget} keys", method=NAMES["eviction"], budget=budget))
             if budget < self.language.half:
                 memory = self.language.prompt()  # a cache can be read on once
-                policies: dict[int | str, Policy] = {
-                    number: Evicted(x, budget) for number, x in scores.items()
-                }
+                policies: ByLayer = {number: Evicted(x, budget) for number, x in scores.items()}
                 with sparsify(self.model, policies):
                     loss = self.language.loss_after(memory)
                 yield Point(budget, loss, loss - whole)
@@ -200,7 +200,8 @@ class Survey:
         for _ in range(4):
             self.step(say("the suggested budgets together"))
             chosen = cheapest(alone, spend)
-            loss = self.sparse(chosen_policies(chosen)) if chosen else whole
+            policies: ByLayer = {number: TopK(budget) for number, budget in chosen.items()}
+            loss = self.sparse(policies) if chosen else whole
             if loss - whole <= allowed:
                 break
             spend /= 2
@@ -209,25 +210,15 @@ class Survey:
         mean = sum(chosen.get(number, tokens) for number in alone) / len(alone)
         return chosen, Point(round(mean), loss, loss - whole)
 
-    def sparse(self, policy: Policy | Mapping[int | str, Policy]) -> float:
+    def sparse(self, policy: Policy | ByLayer) -> float:
         """The loss under a policy."""
         with sparsify(self.model, policy):
             return self.language.loss()
-
-    @contextmanager
-    def watching(self) -> Iterator[Watch]:
-        with watch(self.model, stats=("entropy",)) as seen:
-            yield seen
 
     def step(self, what: str) -> None:
         """Report what is measured next."""
         self.done += 1
         self.report(what, min(1.0, self.done / max(1, self.steps)))
-
-
-def chosen_policies(chosen: Mapping[int, int]) -> dict[int | str, Policy]:
-    """The policy of each layer."""
-    return {number: TopK(budget) for number, budget in chosen.items()}
 
 
 def cheapest(alone: Mapping[int, list[Point]], spend: float) -> dict[int, int]:
