@@ -157,7 +157,7 @@ CHINESE: dict[str, str] = {
     "the picture to itself": "图像看图像",
     "text and picture together": "文本与图像一起",
     "the picture to the text": "图像看文本",
-    "{name}, {down} × {across}": "{name}，{down} × {across}",
+    "{name}, {down} × {across} patches": "{name}，{down} × {across} 块",
     "the image": "图像",
     "image {number}": "图像 {number}",
     "{name}, small and whole": "{name}，缩小的整幅",

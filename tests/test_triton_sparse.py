@@ -102,7 +102,8 @@ KEPT: dict[str, Callable[[Call], Policy]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("recipe", "kind"), thinned(some, KEPT))
+@pytest.mark.parametrize("kind", thinned(KEPT))
+@pytest.mark.parametrize("recipe", some)
 def test_chosen_keys_are_attended_to_and_weighed(
     kind: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

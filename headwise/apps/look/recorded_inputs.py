@@ -119,10 +119,13 @@ def inputs(seen: Recording, shown: Shown) -> list[Input]:
         all = list(seen.requests.items())
         passes = [(Sentence(name), each) for name, each in all[-MOST:]]
         if len(all) > MOST:
-            said = (
-                "the last {count} of {all} requests; seen.requests has them all, each with show()"
-            )
-            notes = (say(said, count=MOST, all=len(all)),)
+            notes = (
+                say(
+                    "the last {count} of {all} requests; seen.requests has them all, each with "
+                    "show()",
+                    count=MOST, all=len(all),
+                ),
+            )  # fmt: skip
     if not passes:
         passes = [(Sentence("watched"), seen)]
     made = [_input(name, each, shown) for name, each in passes]
@@ -286,7 +289,7 @@ class _Sizes(NamedTuple):
         if not alone and pictures:
             down, across = pictures[0].grid
             id = f"{id}_{self.rows}x{self.keys}"
-            name = say("{name}, {down} × {across}", name=name, down=down, across=across)
+            name = say("{name}, {down} × {across} patches", name=name, down=down, across=across)
         square = self.kind != "cross"
         ours = columns if square else rows
         made = Group(id, name, False, tuple(ours), tuple(columns), heads)

@@ -69,8 +69,8 @@ def test_cross_attention_has_a_grid_for_every_size() -> None:
     (read,) = inputs(seen, source=WORDS, image=torch.rand(3, 8, 8), batch=1)
     names = [(group.id, str(group.name)) for group in read.groups]
     assert names == [
-        ("image_16x16", "the picture to itself, 4 × 4"),
-        ("image_64x64", "the picture to itself, 8 × 8"),
+        ("image_16x16", "the picture to itself, 4 × 4 patches"),
+        ("image_64x64", "the picture to itself, 8 × 8 patches"),
         ("cross", "the picture to the text"),
     ]
     main: Group = read.main
