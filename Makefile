@@ -26,10 +26,12 @@ page: $(INSTALLED) ## build the page of headwise look if its sources have change
 browser: $(INSTALLED)
 	@$(RUN) tests.apps.look.browser
 
-test: lint browser ## lint, types, tests, doctests and the documentation's examples
+test: $(INSTALLED) ## lint, types, tests, doctests and the documentation's examples
+	@$(MAKE) --no-print-directory --jobs 3 types style browser
 	$(PYTEST) -m "not slow and not gpu"
 
-test-all: lint browser ## the same with the slow tests: 100,000 problems, all of transformers' families
+test-all: $(INSTALLED) ## the same with the slow tests: 100,000 problems, all of transformers' families
+	@$(MAKE) --no-print-directory --jobs 3 types style browser
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
 
 test-gpu: $(INSTALLED) ## the tests that need a CUDA device
@@ -58,7 +60,7 @@ bench: $(INSTALLED) ## compare with other implementations on this machine's CPU
 	$(RUN) bench.cpu
 	$(RUN) bench.modules
 
-lint: page ## ruff, mypy --strict, import-linter; the page's types and format
+lint: $(INSTALLED) ## ruff, mypy --strict, import-linter; the page's types and format
 	@$(MAKE) --no-print-directory --jobs 2 types style
 
 types: $(INSTALLED)
@@ -87,7 +89,7 @@ clean: ## remove everything that the other targets created
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"headwise needs Python 3.11 or newer, and $(PYTHON) is {sys.version.split()[0]}: make PYTHON=/path/to/python3")'
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	$(RUN) pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	$(RUN) pip install --quiet --no-compile --constraint constraints.txt --editable '.[all,dev]'
 	@touch $@
 
 $(DOCUMENTED): $(INSTALLED)

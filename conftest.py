@@ -1,6 +1,7 @@
 """What every test and every example runs under: a safe CPU, few threads, repeatable problems."""
 
 import functools
+import gc
 import importlib
 import importlib.util
 import os
@@ -74,6 +75,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def set_aside() -> None:
+    """Free what is garbage, and let collections pass over what is left: it stays for long."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Set aside what is imported: whoever collects garbage would read all of it."""
+    set_aside()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Set aside what a file of tests has left."""
+    if nextitem is not None and nextitem.path != item.path:
+        set_aside()
 
 
 @pytest.fixture(autouse=True)

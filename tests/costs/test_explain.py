@@ -12,6 +12,7 @@ from headwise.costs.formula import size
 from headwise.costs.words import LETTERS, translated_part
 from tests.costs.families import CONFIGS
 from tests.costs.modules import CASES, B
+from tests.thinned import thinned
 
 GPT2 = {"model_type": "gpt2"}
 NUMBER = r"[\d,]+"
@@ -47,7 +48,7 @@ def test_every_line_computes_what_it_says() -> None:
             assert eval(python) == int(value.replace(",", "")), written
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *CASES])
+@pytest.mark.parametrize("name", thinned([*CONFIGS, *CASES]))
 def test_everything_is_explained_in_both_languages(name: str) -> None:
     if name in CONFIGS:
         pytest.importorskip("transformers")

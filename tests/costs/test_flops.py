@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwise as hw
 from tests.costs.modules import BOTH, CASES, PLAIN, A, B, C, H, S, numbers
 from tests.costs.test_params import built
+from tests.thinned import thinned
 
 DENSE = ("attention: window", "GPT, window", "attention: lengths")
 """Served by PyTorch's kernel with a mask tensor, of which its counter counts every pair."""
@@ -92,7 +93,7 @@ PLAIN_MODELS = (
 MIXTURES = ("Mixtral", "Qwen2 MoE", "Qwen3 MoE", "gpt-oss", "DeepSeek-V2", "DeepSeek-V3", "OLMoE")
 
 
-@pytest.mark.parametrize("name", [*PLAIN_MODELS, *MIXTURES])
+@pytest.mark.parametrize("name", thinned([*PLAIN_MODELS, *MIXTURES]))
 def test_dense_flops_of_transformers_models_on_the_meta_device(name: str) -> None:
     """Step by step on the meta device: every pair counts, four products in the backward."""
     model = built(name)

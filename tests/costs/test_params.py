@@ -9,6 +9,7 @@ from torch import nn
 import headwise as hw
 from tests.costs.families import CONFIGS
 from tests.costs.modules import A, H
+from tests.thinned import thinned
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,7 +80,7 @@ def built(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", thinned(CONFIGS))
 def test_parameters_of_transformers_models(name: str) -> None:
     model, asked = built(name), {} if name == "ViT" else {"queries": 16}
     assert hw.cost(model, **asked).params == held(model)

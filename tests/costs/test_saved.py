@@ -25,6 +25,7 @@ from tests.costs.modules import (
     numbers,
     tokens,
 )
+from tests.thinned import thinned
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -50,8 +51,7 @@ def kept(module: nn.Module, call: Callable[[], object], least: int = 0) -> int:
     return sum(size for size in found.values() if size >= least)
 
 
-@dtypes
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), thinned(CASES, DTYPES))
 def test_fused_attention_saves_what_is_counted(name: str, dtype: str) -> None:
     case = CASES[name]
     module = case.build().to(DTYPES[dtype]).train()

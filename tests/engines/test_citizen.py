@@ -24,6 +24,7 @@ from headwise.core.row_sums import ENTROPY, RowResults, unpacked
 from headwise.engines import sdpa
 from headwise.engines.streaming import backward_loop as backward
 from tests.problems import Call, Recipe, small_blocks
+from tests.thinned import thinned
 
 ENGINES = ("auto", "streaming", "reference")
 EVERYTHING = Recipe(
@@ -82,9 +83,9 @@ def test_the_forward_operator_passes_pytorchs_own_check(case: str, wants: int) -
     assert set(found.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("case", CALLS)
-@pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize(
+    ("learns", "entropy", "case"), thinned([True, False], [True, False], CALLS)
+)
 def test_the_backward_operator_passes_it_too(case: str, entropy: bool, learns: bool) -> None:
     problem = posed(CALLS[case].call())
     given = (problem.q, problem.k, problem.v, *problem.terms())

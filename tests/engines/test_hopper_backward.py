@@ -164,8 +164,7 @@ def test_variants_compile_and_spill_nothing_in_their_loops(step: int, count: int
         assert variant["stack"] <= 160, variant
 
 
-@pytest.mark.parametrize("entropy", [False, True], ids=["out", "all"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "entropy"), thinned(CASES, [False, True]))
 def test_gradients_are_the_references(case: str, entropy: bool) -> None:
     tensors, options = given(case)
     found, expected = differentiated(tensors, options, 1, entropy)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from headwise.watching.table import Table
+from tests.thinned import thinned
 
 Made = tuple[nn.Module, Tensor]
 PLACES = ("layer", "name", "kind", "head")
@@ -151,7 +152,7 @@ def test_figures_bits_and_graphs_of_a_whole_model(make: Callable[[], Made]) -> N
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("make", [stack, llama("sdpa")], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", thinned([stack, llama("sdpa")]))
 def test_a_sample_of_the_rows_has_eager_figures(make: Callable[[], Made]) -> None:
     model, x = make()
     with hw.watch(model, rows=5, maps=False) as seen:

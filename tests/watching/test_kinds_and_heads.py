@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import headwise as hw
 from headwise.core.options import Options
 from headwise.watching.recorder.seen_call import Call, of_head
+from tests.thinned import thinned
 from tests.watching.test_unread import stand_in
 
 
@@ -148,7 +149,9 @@ def test_keys_of_another_sequence_are_cross_attention_whatever_their_number(
             assert math.isnan(float(row[name])) == (row["name"] == "attn2"), name
 
 
-@pytest.mark.parametrize("attend", [by_sdpa, by_headwise, by_the_interface_of_transformers])
+@pytest.mark.parametrize(
+    "attend", thinned([by_sdpa, by_headwise, by_the_interface_of_transformers])
+)
 def test_compiled_layers_have_the_kinds_and_numbers_of_eager_ones(
     attend: Callable[..., Tensor],
 ) -> None:

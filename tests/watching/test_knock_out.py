@@ -14,6 +14,7 @@ from headwise.bias import plus
 from headwise.core.edges import Edge, Steer
 from headwise.core.place import Place
 from headwise.core.steering import Hole, segments, without
+from tests.thinned import thinned
 from tests.watching.stacks import Layer, Stack, attending, by_headwise, by_torch
 
 EDGES = [(1, 2, (2, 5)), (0, None, 0, (3, 9)), (1, 0, (8, 12))]
@@ -146,7 +147,7 @@ def test_while_generating_a_key_stays_hidden() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", ["whole", "in place", "block by block"])
+@pytest.mark.parametrize("way", thinned(["whole", "in place", "block by block"]))
 def test_a_compiled_model_loses_the_same_edges(way: str) -> None:
     plain, x = Stack(by_torch), torch.randn(2, 12, 32)
     with hw.knock_out(plain, EDGES):
