@@ -245,6 +245,7 @@ def test_a_reader_moves_alpha_width_and_rate_over_the_recorded_atlas(visit: Visi
 def test_the_phase_diagram_shows_the_recorded_lead(visit: Visits) -> None:
     rows = recorded("rivals-phase")["rows"]
     page = visit("#/why")
+    expect(page.get_by_role("navigation", name="Experiments")).to_be_visible()  # keys are heard
     page.keyboard.press("5")
     most, far, size = (max(row[name] for row in rows) for name in ("pairs", "distance", "budget"))
 
