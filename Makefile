@@ -1,7 +1,6 @@
 # Every target creates .venv if necessary; a fresh clone needs only Python 3.11 or newer and make.
 PYTHON ?= python3
-# One more than the cores of CI: tests of the page wait for the browser, and ranks for each other.
-WORKERS ?= 3
+WORKERS ?= 2
 RUN := .venv/bin/python -m
 INSTALLED := .venv/installed
 DOCUMENTED := .venv/installed-docs
